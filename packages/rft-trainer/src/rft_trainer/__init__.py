@@ -1,0 +1,3 @@
+"""Reinforcement fine-tuning of language models under plain torchrun."""
+
+__all__: list[str] = []

@@ -1,0 +1,25 @@
+"""Errors of rft-trainer: one base, each refined error also derives from the standard-library error it replaces."""
+
+
+class RFTrainerError(Exception):
+    """Base of every error that rft-trainer raises on purpose."""
+
+
+class ConfigurationError(RFTrainerError, ValueError):
+    """A setting that cannot work; the message names the setting, its value and the remedy."""
+
+
+class UnsupportedCombination(RFTrainerError, NotImplementedError):
+    """Two features that do not work together; the message names both halves."""
+
+
+class NumericalError(RFTrainerError, FloatingPointError):
+    """A number that must be finite is not."""
+
+
+class StaleWeightsError(RFTrainerError, RuntimeError):
+    """The engine's weights are older than the optimiser step and no lag is allowed."""
+
+
+class CheckpointError(RFTrainerError, RuntimeError):
+    """A checkpoint that is incomplete, does not fit the run, or cannot be written."""

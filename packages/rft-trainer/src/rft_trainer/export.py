@@ -1,0 +1,100 @@
+"""A Hugging Face folder from sharded weights: bucket by bucket, at most one file's worth on the host of rank 0."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rft_dist import raise_together
+from rft_sync import ParameterSource, ParamMeta, plan_buckets, source_for
+from torch import Tensor
+
+from rft_trainer.errors import CheckpointError
+from rft_trainer.strategy.protocols import TrainState
+
+INDEX = "model.safetensors.index.json"
+
+
+def export_model(
+    state: TrainState,
+    folder: Path,
+    tokenizer: Any,
+    *,
+    group: dist.ProcessGroup | None,
+    max_file_bytes: int = 2 * 2**30,
+    submodule: str = "model",
+) -> None:
+    """Write `state`'s weights under checkpoint names, tied weights once, with config and tokenizer.
+
+    The folder appears by one rename. Collective over the world; `group` is a gloo group of all ranks.
+
+    Raises:
+        CheckpointError: on every rank, when rank 0 cannot write.
+    """
+    source = source_for(state.module, submodule=submodule)
+    metadata = [meta for meta in source.metadata() if meta.alias_of is None]
+    writing = dist.get_rank() == 0
+    partial = folder.with_name(f".{folder.name}.partial")
+    files: dict[str, str] = {}
+    _agreed(lambda: _prepare(partial), writing, folder, group)
+    for number, names, tensors in _files(source, metadata, max_file_bytes):
+        name = f"model-{number:05d}.safetensors"
+        _agreed(lambda name=name, tensors=tensors: _save(partial / name, tensors), writing, folder, group)  # type: ignore[misc]
+        files.update(dict.fromkeys(names, name))
+    network: Any = state.network.get_submodule(submodule)
+    _agreed(lambda: _finish(partial, folder, network, tokenizer, files, metadata), writing, folder, group)
+
+
+def _files(
+    source: ParameterSource, metadata: list[ParamMeta], max_file_bytes: int
+) -> Iterator[tuple[int, list[str], dict[str, Tensor]]]:
+    """(number, names, host tensors) of one file after another; tensors are empty off rank 0. Collective."""
+    keep = dist.get_rank() == 0
+    for bucket in plan_buckets(metadata, max_file_bytes):
+        names = list(bucket.names)
+        with source.gather(names) as gathered:
+            # A copy: the gathered memory is reused once the context ends.
+            tensors = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in gathered.items()} if keep else {}
+        yield bucket.index + 1, names, tensors
+
+
+def _agreed(action: Any, writing: bool, folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Run on rank 0, then go on or fail together. Collective over `group`."""
+    error: BaseException | None = None
+    if writing:
+        try:
+            action()
+        except OSError as failure:
+            error = CheckpointError(f"model folder {folder} could not be written: {failure}")
+    raise_together(error, group)
+
+
+def _prepare(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _save(file: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _finish(
+    partial: Path, folder: Path, network: Any, tokenizer: Any, files: dict[str, str], metadata: list[ParamMeta]
+) -> None:
+    if len(set(files.values())) == 1:
+        (partial / next(iter(files.values()))).rename(partial / "model.safetensors")
+    else:
+        total = sum(meta.nbytes for meta in metadata)
+        (partial / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=1))
+    network.config.save_pretrained(partial)
+    if getattr(network, "generation_config", None) is not None:
+        network.generation_config.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+

@@ -1,0 +1,7 @@
+"""Models under training and the head that scores tokens without materialising logits."""
+
+from rft_trainer.models.actor import Actor, TokenScores
+from rft_trainer.models.loading import load_causal_model, load_tokenizer
+from rft_trainer.models.log_probs import chunked_log_probs, gather_log_probs
+
+__all__ = ["Actor", "TokenScores", "chunked_log_probs", "gather_log_probs", "load_causal_model", "load_tokenizer"]

@@ -1,0 +1,131 @@
+"""Everything that can be checked on one rank without talking to the others, all problems at once."""
+
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from rft_dist import ParallelLayout, TorchrunEnvironment
+
+from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_kl_kind
+from rft_trainer.config import RFTConfig
+from rft_trainer.errors import ConfigurationError
+from rft_trainer.models.loading import check_model_folder
+
+RUN_MARKER = "config.json"
+_EXTRAS = {
+    "deepspeed": ("DeepSpeed training", "deepspeed", "or train with --fsdp"),
+    "vllm": ("the vLLM engine", "vllm", "or use --engine_type hf"),
+    "sglang": ("the SGLang engine", "sglang", "or use --engine_type hf"),
+    "tensorboard": ("TensorBoard logging", "tensorboard", "or pass --no_tensorboard"),
+}
+
+
+def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
+    """Check settings, extras, model folder and output folder before the first collective.
+
+    Every rank runs it and finds the same problems.
+
+    Raises:
+        ConfigurationError: one line per problem.
+    """
+    checks: list[Callable[[], None]] = [
+        lambda: _check_layout(config, environment),
+        lambda: _check_batches(config, environment.world_size),
+        lambda: _check_names(config),
+        lambda: _check_extras(config),
+        lambda: _check_required(config),
+        lambda: check_output(config),
+    ]
+    if config.pretrain is not None:
+        pretrain = config.pretrain
+        checks.append(lambda: check_model_folder(pretrain))
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+
+
+def _check_layout(config: RFTConfig, environment: TorchrunEnvironment) -> None:
+    ParallelLayout(
+        environment.world_size, config.engine_tp_size, local_world_size=environment.local_world_size
+    ).tp_groups()
+
+
+def _check_batches(config: RFTConfig, world_size: int) -> None:
+    if config.rollout_batch_size % world_size:
+        raise ConfigurationError(
+            f"rollout_batch_size is {config.rollout_batch_size}, which {world_size} ranks do not divide: "
+            f"give a multiple of {world_size}"
+        )
+    if config.train_batch_size is not None and config.train_batch_size % world_size:
+        raise ConfigurationError(
+            f"train_batch_size is {config.train_batch_size}, which {world_size} ranks do not divide: "
+            f"give a multiple of {world_size}"
+        )
+
+
+def _check_names(config: RFTConfig) -> None:
+    estimator = AdvantageEstimator.get(config.advantage_estimator)
+    PolicyLoss.get(config.policy_loss)
+    check_kl_kind(config.kl_estimator)
+    estimator.check(group_size=config.n_samples_per_prompt, has_critic=False, has_teacher=False)
+
+
+def _check_extras(config: RFTConfig) -> None:
+    needed = [] if config.fsdp else ["deepspeed"]
+    needed += [config.engine_type] if config.engine_type != "hf" else []
+    needed += ["tensorboard"] if config.tensorboard else []
+    for module in needed:
+        if importlib.util.find_spec(module) is None:
+            feature, extra, otherwise = _EXTRAS[module]
+            raise ConfigurationError(
+                f"{feature} needs the extra {extra!r}: add `--extra {extra}` to `uv run`, or "
+                f"`pip install 'rft-trainer[{extra}]'`, {otherwise}"
+            )
+
+
+def _check_required(config: RFTConfig) -> None:
+    for name in ("pretrain", "dataset"):
+        if getattr(config, name) is None:
+            raise ConfigurationError(f"{name} is not set: give --{name}, or a --recipe that sets it")
+
+
+def check_output(config: RFTConfig) -> None:
+    """The output folder can be written and holds nothing that would be lost.
+
+    Raises:
+        ConfigurationError: it holds a run and neither overwrite nor a resume from inside it was asked for, it holds
+            something that is no run, or it cannot be written.
+    """
+    folder = config.output_dir
+    resumes_here = config.resume_from is not None and folder.resolve() in config.resume_from.resolve().parents
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"output_dir is {folder}: a file has that name; choose another folder")
+    if folder.is_dir() and any(folder.iterdir()) and not resumes_here:
+        if not (folder / RUN_MARKER).is_file():
+            raise ConfigurationError(f"output_dir is {folder}: it holds files that no run wrote; choose another folder")
+        if not config.overwrite:
+            raise ConfigurationError(
+                f"output_dir is {folder}: it already holds a run; choose another folder, resume with --resume_from, "
+                "or delete it with --overwrite"
+            )
+    existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"output_dir is {folder}: {existing} cannot be written ({error.strerror})") from error
+
+
+def claim_output(config: RFTConfig) -> None:
+    """Create the output folder on the one rank that writes; an old run goes only with `overwrite`."""
+    check_output(config)
+    if config.overwrite and config.resume_from is None and config.output_dir.is_dir():
+        shutil.rmtree(config.output_dir)
+    Path(config.output_dir).mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,46 @@
+"""The trainer's collectives, by rft-dist."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rft_dist import all_reduce_metrics, balanced_micro_batches, raise_together
+from torch import Tensor
+
+
+class WorldDataParallel:
+    """DataParallel over all ranks: every rank trains on its own data, whatever the engine's TP size.
+
+    `group` is the gloo twin of the world, for numbers that are on the host anyway.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.device = device
+        self._group = group
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Elementwise sum over the ranks, in float64 on the host. Collective over the world."""
+        total = values.detach().to("cpu", torch.float64)
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def reduce_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """One fused reduction of named metrics. Collective over the world."""
+        return all_reduce_metrics(metrics, self._group)
+
+    def micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Indices by micro-batch, the same number on every rank. Collective over the world."""
+        return balanced_micro_batches(lengths, max_tokens, self._group)
+
+    def most(self, value: int) -> int:
+        """Largest value over the ranks. Collective over the world."""
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        return int(largest)
+
+    def together(self, error: BaseException | None) -> None:
+        """Raise the first rank's error on all ranks. Collective over the world."""
+        raise_together(error, self._group)

@@ -1,0 +1,120 @@
+"""Narrow protocols between the trainer and the machinery of a backend."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rft_trainer.config import OptimizerConfig
+
+
+@dataclass
+class TrainState:
+    """A model under training, as its backend wraps it.
+
+    module: what is called; a DeepSpeedEngine or an FSDP2 module.
+    network: the unwrapped nn.Module with the parameters (sharded ones under FSDP2 and ZeRO-3).
+    optimizer: the object whose `param_groups` hold the learning rate.
+    scheduler: steps once for each optimiser step that was not skipped.
+    """
+
+    module: nn.Module
+    network: nn.Module
+    optimizer: Any
+    scheduler: Any
+    config: OptimizerConfig
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimiser step: global gradient norm before clipping, the rate it used, whether it was skipped."""
+
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+
+
+class TrainingBackend(Protocol):
+    """Wrapping, backward, optimiser step and sharded state of one backend."""
+
+    name: str
+
+    @staticmethod
+    def initialise(backend: str, timeout: timedelta) -> None:
+        """Create the default process group. Collective over the world."""
+
+    def prepare(self, model: nn.Module, config: OptimizerConfig) -> TrainState:
+        """Wrap a model and build its optimiser. Collective over the world."""
+
+    def prepare_frozen(self, model: nn.Module) -> nn.Module:
+        """Wrap a model that is only scored. Collective over the world."""
+
+    def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of `loss`; gradients are summed over ranks and calls. Collective over the world."""
+
+    def optimizer_step(self, state: TrainState) -> StepReport:
+        """Clip, step, schedule and clear; skipped on all ranks if any gradient is not finite. Collective."""
+
+    def save(self, state: TrainState, folder: Path) -> None:
+        """Write this rank's shard of model, optimiser and scheduler. Collective over the world."""
+
+    def load(self, state: TrainState, folder: Path) -> None:
+        """Read what `save` wrote. Collective over the world."""
+
+
+class Residency(Protocol):
+    """Moves a model or its optimiser state between the device and the host; on a CPU nothing moves."""
+
+    def offload_model(self, state: TrainState) -> None: ...
+
+    def reload_model(self, state: TrainState) -> None: ...
+
+    def offload_optimizer(self, state: TrainState) -> None: ...
+
+    def load_optimizer(self, state: TrainState) -> None: ...
+
+
+class DataParallel(Protocol):
+    """The collectives that training needs over the ranks that hold different data."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Elementwise sum over the ranks. Collective over the data group."""
+
+    def reduce_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """One fused reduction of named metrics. Collective over the data group."""
+
+    def micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Indices by micro-batch, the same number on every rank. Collective over the data group."""
+
+    def most(self, value: int) -> int:
+        """Largest value over the ranks. Collective over the data group."""
+
+    def together(self, error: BaseException | None) -> None:
+        """Raise the first rank's error on all ranks, if any rank has one. Collective over the data group."""
+
+
+class RolloutRuntime(Protocol):
+    """Generation with weights whose version is known."""
+
+    @property
+    def weights_version(self) -> int:
+        """Finished weight updates of the engine."""
+        ...
+
+    def generate(self, requests: Sequence[Any], sampling: Any) -> list[Any]:
+        """Generations in order, n for each request. Collective over the rollout group."""
+
+    def update_engine_weights(self, state: TrainState) -> Any:
+        """Send the actor's weights; returns the SyncReport. Collective over the world."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Engine ready to generate inside, asleep afterwards when sleep is enabled."""

@@ -1,0 +1,97 @@
+"""Generation with weights whose version is known: engine life cycle, weight sync and the lag between them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rft_dist import RolloutGroups
+from rft_engines import Generation, GenerationRequest, RolloutEngine, SamplingParams, gather_and_generate
+from rft_sync import BroadcastManager, SyncReport
+
+from rft_trainer.errors import StaleWeightsError
+from rft_trainer.strategy.protocols import TrainState
+
+
+class EngineRuntime:
+    """RolloutRuntime over one engine.
+
+    The trainer reports each finished optimiser step with `note_update`; an engine whose weights are more than
+    `max_lag` such steps old refuses to generate.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, groups: RolloutGroups, *, enable_sleep: bool = False, max_lag: int = 0
+    ) -> None:
+        self._engine = engine
+        self._groups = groups
+        self._enable_sleep = enable_sleep
+        self._max_lag = max_lag
+        self._manager: BroadcastManager | None = None
+        self._updates = 0
+        self._synced_at: int | None = None
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine itself."""
+        return self._engine
+
+    @property
+    def weights_version(self) -> int:
+        """Finished weight updates of the engine."""
+        return self._engine.weights_version
+
+    @property
+    def weight_lag(self) -> int | None:
+        """Optimiser steps since the last sync; None before the first one."""
+        return None if self._synced_at is None else self._updates - self._synced_at
+
+    def note_update(self) -> None:
+        """The actor has taken one optimiser step."""
+        self._updates += 1
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
+        """Generations in the order of the requests, n for each. Collective over the rollout TP group.
+
+        Raises:
+            StaleWeightsError: no sync yet, or the engine is older than the configured lag allows.
+        """
+        lag = self.weight_lag
+        if lag is None or lag > self._max_lag:
+            state = "was never sent" if lag is None else f"is {lag} optimiser steps older than"
+            raise StaleWeightsError(
+                f"the engine (weights version {self.weights_version}) {state} the actor's weights; allowed lag "
+                f"{self._max_lag}: call update_engine_weights(actor) after each update, or raise max_weight_lag"
+            )
+        return gather_and_generate(self._engine, list(requests), sampling, self._groups)
+
+    def update_engine_weights(self, state: TrainState, *, submodule: str = "model") -> SyncReport:
+        """Send the actor's weights, verify them and raise the engine's version. Collective over the world."""
+        if self._manager is None:
+            self._manager = BroadcastManager.connect(state.module, self._engine.native, submodule=submodule)
+        self._engine.wake_up(("weights",))
+        self._engine.begin_weight_update()
+        try:
+            report = self._manager.broadcast_to_engine()
+        except BaseException as error:
+            self._engine.abort_weight_update(f"{type(error).__name__}: {error}")
+            raise
+        self._engine.finish_weight_update(report.version)
+        self._synced_at = self._updates
+        if self._enable_sleep:
+            self._engine.sleep()
+        return report
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Engine ready to generate inside; asleep afterwards when sleep is enabled."""
+        self._engine.wake_up()
+        try:
+            yield
+        finally:
+            if self._enable_sleep:
+                self._engine.sleep()
+
+    def close(self) -> None:
+        """End the engine and its groups."""
+        self._engine.close()
+        self._groups.close()

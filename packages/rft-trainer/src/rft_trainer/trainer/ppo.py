@@ -1,0 +1,147 @@
+"""The training loop, as a list of phases: roll out, score, update, sync, evaluate, save."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rft_engines import SamplingParams
+from torch import nn
+
+from rft_trainer.checkpoint import CheckpointStore, TrainerState
+from rft_trainer.config import RFTConfig
+from rft_trainer.data import DataSampler, PromptRecord
+from rft_trainer.experience.experience import Experience
+from rft_trainer.experience.maker import FastExperienceMaker
+from rft_trainer.report import MetricLogger
+from rft_trainer.strategy.protocols import DataParallel, RolloutRuntime, TrainingBackend, TrainState
+from rft_trainer.trainer.evaluation import Evaluator
+from rft_trainer.trainer.metrics import rollout_metrics
+from rft_trainer.trainer.phases import PhaseClock
+from rft_trainer.trainer.update import PolicyUpdate
+
+
+class Progress(Protocol):
+    """What the loop tells a person; silent on all ranks but the first."""
+
+    def phase(self, name: str) -> AbstractContextManager[object]: ...
+
+    def step_line(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def line(self, text: str) -> None: ...
+
+
+@dataclass(kw_only=True)
+class PPOTrainer:
+    """Rollout and update rounds over a policy. `actor`, `reference`: wrapped by `backend`; `reference` may be None.
+
+    Everything a round does is a phase of `step`; each phase is collective over the world or local, as its component
+    says, and runs in the same order on every rank.
+    """
+
+    config: RFTConfig
+    actor: TrainState
+    reference: nn.Module | None
+    backend: TrainingBackend
+    runtime: RolloutRuntime
+    data: DataParallel
+    prompts: Sequence[PromptRecord]
+    sampler: DataSampler
+    maker: FastExperienceMaker
+    update: PolicyUpdate
+    evaluator: Evaluator | None
+    checkpoints: CheckpointStore
+    sampling: SamplingParams
+    loggers: Sequence[MetricLogger]
+    progress: Progress
+    keep_rollouts: Callable[[int, Sequence[Experience]], None]
+    strategy_name: str
+    finished_steps: int = 0
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._clock = PhaseClock(self.data.device, self.progress.phase)
+
+    def fit(self) -> dict[int, dict[str, float]]:
+        """Train up to `max_steps`; the evaluations by step. Collective over the world."""
+        self._clock.restart()
+        with self._clock("sync"):
+            self.runtime.update_engine_weights(self.actor)
+        if self.finished_steps == 0:
+            self.evaluate(0)
+        while self.finished_steps < self.config.max_steps:
+            self.step()
+            step = self.finished_steps
+            last = step == self.config.max_steps
+            if last or (self.config.eval_steps and step % self.config.eval_steps == 0):
+                self.evaluate(step)
+            if last or (self.config.save_steps and step % self.config.save_steps == 0):
+                self.save()
+        return self.evaluations
+
+    def step(self) -> dict[str, float]:
+        """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
+        step = self.finished_steps + 1
+        self._clock.restart()
+        batch = [self.prompts[i] for i in self.sampler.next_batch()]
+        experiences = self.maker.make(
+            batch,
+            self.sampling,
+            step=step,
+            actor=self.actor.module,
+            reference=self.reference,
+            first_group=self.data.rank * len(batch),
+            timer=self._clock,
+        )
+        with self._clock("update"):
+            update = self.update(self.actor, experiences)
+        with self._clock("sync"):
+            report = self.runtime.update_engine_weights(self.actor)
+        with self._clock("record"):
+            self.keep_rollouts(step, experiences)
+        self.finished_steps = step
+        metrics = self.data.reduce_metrics({**rollout_metrics(experiences, self.sampling.n), **update})
+        metrics["rollout/weights_version"] = float(max(e.weights_version for e in experiences))
+        metrics["sync/version"] = float(report.version)
+        metrics["sync/gigabytes_per_second"] = report.gigabytes_per_second
+        self._report(step, metrics)
+        return metrics
+
+    def _report(self, step: int, metrics: dict[str, float]) -> None:
+        seconds = self._clock.seconds()
+        metrics.update({f"perf/seconds_{name}": value for name, value in seconds.items()})
+        metrics["perf/samples_per_second"] = self.config.samples_per_step / seconds["step"]
+        for logger in self.loggers:
+            logger.log(step, metrics)
+        self.progress.step_line(step, metrics)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate and log; empty without an evaluation set. Collective over the world."""
+        if self.evaluator is None:
+            return {}
+        with self._clock("evaluate"):
+            metrics = self.evaluator.evaluate(step)
+        self.evaluations[step] = metrics
+        for logger in self.loggers:
+            logger.log(step, metrics)
+        shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in sorted(metrics.items()))
+        self.progress.line(f"evaluation after step {step}: {shown}")
+        return metrics
+
+    def save(self) -> None:
+        """Write a checkpoint. Collective over the world."""
+        state = TrainerState(
+            step=self.finished_steps,
+            weights_version=self.runtime.weights_version,
+            world_size=self.data.size,
+            strategy=self.strategy_name,
+            sampler=self.sampler.state_dict(),
+        )
+        with self._clock("checkpoint"):
+            folder = self.checkpoints.save(state, lambda shards: self.backend.save(self.actor, shards))
+        self.progress.line(f"checkpoint {folder}")
+
+    def resume(self, state: TrainerState) -> None:
+        """Continue after the step that `state` was saved at."""
+        self.finished_steps = state.step
+        self.sampler.load_state_dict(state.sampler)

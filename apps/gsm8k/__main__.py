@@ -1,0 +1,68 @@
+"""GSM8K: reinforcement fine-tuning of a language model on grade-school problems.
+
+    torchrun --nproc_per_node 2 apps/gsm8k --fsdp --recipe quickstart
+
+Reads from top to bottom: flags, checks on every rank, process groups, models, engine, training, summary.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from gsm8k_app.inputs import Inputs, prepare_inputs
+from gsm8k_app.recipes import RECIPES
+from gsm8k_app.rewards import gsm8k_rewards
+from gsm8k_app.summary import write_summary
+from rft_dist import TorchrunEnvironment
+from rft_trainer.cli import parse_config
+from rft_trainer.config import RFTConfig
+from rft_trainer.errors import RFTrainerError
+from rft_trainer.models import Actor, load_causal_model
+from rft_trainer.preflight import claim_output, preflight
+from rft_trainer.session import build_trainer
+from rft_trainer.strategy import Strategy, get_strategy
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run and return the exit code: 0, or 2 for an error of the user's with one line for each problem."""
+    rank = "0"
+    try:
+        config = parse_config(argv, RECIPES, description="GSM8K by reinforcement fine-tuning")
+        environment = TorchrunEnvironment.from_environ()
+        rank = str(environment.rank)
+        preflight(config, environment)
+        inputs = prepare_inputs(config)
+        with get_strategy(config).setup_distributed() as strategy:
+            strategy.on_main(lambda: claim_output(config))
+            train(config, inputs, strategy)
+    except (RFTrainerError, ValueError) as error:
+        for line in str(error).splitlines():
+            print(f"[rank {rank}] error: {line}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
+    """Models, engine and the loop. Collective over the world."""
+    scoring = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+    actor = strategy.prepare(Actor(load_causal_model(inputs.model_folder), **scoring))
+    initial_model = None
+    if config.init_kl_coef > 0:
+        initial_model = strategy.prepare_frozen(Actor(load_causal_model(inputs.model_folder), **scoring))
+    strategy.create_engine(inputs.engine)
+    trainer = build_trainer(
+        config,
+        strategy,
+        actor=actor,
+        initial_model=initial_model,
+        tokenizer=inputs.tokenizer,
+        prompts=inputs.train,
+        held_out=inputs.held_out,
+        rewards=gsm8k_rewards(),
+    )
+    evaluations = trainer.fit()
+    strategy.save_model(actor, config.output_dir / "model", inputs.tokenizer)
+    strategy.on_main(lambda: write_summary(config, evaluations, trainer.progress))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,7 +9,7 @@ class ConfigurationError(RFTrainerError, ValueError):
     """A setting that cannot work; the message names the setting, its value and the remedy."""
 
 
-class UnsupportedCombination(RFTrainerError, NotImplementedError):
+class UnsupportedCombination(RFTrainerError, NotImplementedError):  # noqa: N818
     """Two features that do not work together; the message names both halves."""
 
 

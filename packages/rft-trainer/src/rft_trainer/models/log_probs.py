@@ -1,0 +1,332 @@
+"""Log-probs of given tokens in fp32, without a [tokens, vocabulary] tensor.
+
+The distribution is softmax(logits / temperature), cut to its top k and top p tokens when asked, in this order (the
+order of vLLM and SGLang), so that an on-policy ratio is 1 when the engine sampled with the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from rft_trainer.errors import ConfigurationError
+
+DEFAULT_CHUNK_TOKENS = 1024
+_WEIGHT_TILE_ELEMENTS = 1 << 24
+"""Elements of the head that are held in fp32 at a time when it is stored in a lower precision (64 MiB)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truncation:
+    """What of the distribution was sampled from.
+
+    Attributes:
+        temperature: logits are divided by it.
+        top_k: tokens kept; None keeps all.
+        top_p: smallest set of tokens whose probability reaches it; None or 1.0 keeps all.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ConfigurationError(
+                f"temperature must be positive and finite, got {self.temperature}; "
+                "log-probs of greedy sampling are not defined, use 1.0"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigurationError(f"top_k must be at least 1, got {self.top_k}; None keeps all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigurationError(f"top_p must lie in (0, 1], got {self.top_p}; None keeps all tokens")
+
+    @property
+    def cuts(self) -> bool:
+        """True when some tokens are left out."""
+        return self.top_k is not None or (self.top_p is not None and self.top_p < 1)
+
+    def threshold(self, scaled: Tensor) -> Tensor:
+        """[n, 1] smallest scaled logit that is kept, from [n, V] logits already divided by the temperature."""
+        count = min(self.top_k or scaled.shape[-1], scaled.shape[-1])
+        ordered = scaled.topk(count, dim=-1).values
+        if self.top_p is None or self.top_p >= 1:
+            return ordered[:, -1:]
+        probabilities = ordered.softmax(dim=-1)
+        # a token is kept while the probability before it has not reached top_p, so the first always is
+        kept = (probabilities.cumsum(dim=-1) - probabilities) < self.top_p
+        return ordered.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
+
+
+def gather_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> Tensor:
+    """Log-prob of each label from full logits, in fp32.
+
+    Args:
+        logits: [..., V], any float dtype; position t holds the distribution of `labels[..., t]` (already shifted).
+        labels: [...] token ids.
+        temperature, top_k, top_p: of the sampling; a label outside the cut is kept in it.
+
+    Returns:
+        [...] fp32.
+
+    Raises:
+        ValueError: shapes disagree or labels are no integers, in every dtype.
+    """
+    _check_labels(logits, labels, "logits")
+    truncation = Truncation(temperature=temperature, top_k=top_k, top_p=top_p)
+    flat = logits.reshape(-1, logits.shape[-1]).float() / temperature
+    index = labels.reshape(-1, 1).long()
+    if truncation.cuts:
+        flat = flat.masked_fill(_dropped(flat, index, truncation.threshold(flat.detach())), -torch.inf)
+    return flat.log_softmax(dim=-1).gather(1, index).reshape(labels.shape)
+
+
+@overload
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    with_entropy: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    with_entropy: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    with_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-prob of each label straight from the last hidden states, chunk by chunk, with recompute in backward.
+
+    Args:
+        hidden: [..., H] input of the head; position t predicts `labels[..., t]` (already shifted and cut to the
+            response).
+        weight: [V, H] of the head, a whole plain tensor (unshard it once around the pass).
+        labels: [...] token ids.
+        bias: [V] or None.
+        temperature, top_k, top_p: of the sampling; a label outside the cut is kept in it.
+        chunk_tokens: tokens whose logits exist at one time; about 12 bytes x V of working memory each in backward.
+        with_entropy: also return the entropy of the (cut) distribution.
+
+    Returns:
+        log-probs [...] fp32, or (log-probs, entropy in nats). Both carry gradients to hidden, weight and bias; sums are
+        made in fp32 whatever the dtype of the inputs, gradients come back in the dtype of each input.
+
+    Raises:
+        ValueError: shapes disagree or labels are no integers.
+        ConfigurationError: temperature, top_k, top_p or chunk_tokens out of range.
+    """
+    _check_labels(hidden, labels, "hidden")
+    _check_head(hidden, weight, bias)
+    if chunk_tokens < 1:
+        raise ConfigurationError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+    truncation = Truncation(temperature=temperature, top_k=top_k, top_p=top_p)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    pair: tuple[Tensor, Tensor] = _HeadLogProbs.apply(  # type: ignore[no-untyped-call]
+        flat, weight, bias, labels.reshape(-1).long(), truncation, chunk_tokens, with_entropy
+    )
+    log_probs, entropy = (part.reshape(labels.shape) for part in pair)
+    return (log_probs, entropy) if with_entropy else log_probs
+
+
+def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    width, given = hidden.shape[-1], None if bias is None else tuple(bias.shape)
+    if weight.dim() != 2 or weight.shape[1] != width or (bias is not None and bias.shape != weight.shape[:1]):
+        raise ValueError(
+            f"weight {tuple(weight.shape)} must be [V, {width}] for hidden {tuple(hidden.shape)} and bias [V], "
+            f"got {given}; a sharded head must be gathered first"
+        )
+
+
+def _check_labels(source: Tensor, labels: Tensor, name: str) -> None:
+    if source.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels {tuple(labels.shape)} must match {name} {tuple(source.shape)} without its last dimension; "
+            "shift and cut both to the same response tokens"
+        )
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels must be integers, got {labels.dtype}; pass token ids")
+
+
+def _dropped(scaled: Tensor, labels: Tensor, threshold: Tensor) -> Tensor:
+    """[n, V] bool: below the threshold and not the label, so that a label the engine's rounding let in stays finite."""
+    return (scaled < threshold).scatter_(1, labels, False)
+
+
+def _product_fp32(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right with fp32 sums and an fp32 result; the factors keep their own precision."""
+    if left.dtype == right.dtype == torch.float32:
+        return left @ right
+    if left.is_cuda and left.dtype == right.dtype:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """[n, V] fp32 logits over the temperature; a low-precision head is read in tiles, never copied whole to fp32."""
+    rows = weight.shape[0]
+    tile = rows if weight.dtype == torch.float32 or weight.is_cuda else _tile_rows(weight)
+    logits = torch.empty(hidden.shape[0], rows, dtype=torch.float32, device=hidden.device)
+    for start in range(0, rows, tile):
+        logits[:, start : start + tile] = _product_fp32(hidden, weight[start : start + tile].t())
+    if bias is not None:
+        logits += bias.float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _tile_rows(weight: Tensor) -> int:
+    return max(1, _WEIGHT_TILE_ELEMENTS // weight.shape[1])
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    """(log-prob, entropy) of each token; saves per token only the normaliser, the threshold and the entropy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        truncation: Truncation,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        tokens = hidden.shape[0]
+        log_probs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+        normaliser = torch.empty_like(log_probs)
+        entropy = torch.zeros_like(log_probs)
+        threshold = torch.full((tokens if truncation.cuts else 0,), -torch.inf, device=hidden.device)
+        for start in range(0, tokens, chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            scaled = _scaled_logits(hidden[part], weight, bias, truncation.temperature)
+            index = labels[part, None]
+            if truncation.cuts:
+                threshold[part] = truncation.threshold(scaled).squeeze(1)
+                scaled.masked_fill_(_dropped(scaled, index, threshold[part, None]), -torch.inf)
+            normaliser[part] = scaled.logsumexp(dim=-1)
+            log_probs[part] = scaled.gather(1, index).squeeze(1) - normaliser[part]
+            if with_entropy:
+                entropy[part] = _entropy(scaled, normaliser[part])
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, threshold, entropy)
+        ctx.truncation, ctx.chunk_tokens, ctx.with_entropy = truncation, chunk_tokens, with_entropy
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_log_probs, grad_entropy = grad_outputs
+        hidden, weight, bias, labels, normaliser, threshold, entropy = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if needs_bias else None
+        for start in range(0, hidden.shape[0], ctx.chunk_tokens):
+            part = slice(start, start + ctx.chunk_tokens)
+            scaled = _scaled_logits(hidden[part], weight, bias, ctx.truncation.temperature)
+            if ctx.truncation.cuts:
+                scaled.masked_fill_(_dropped(scaled, labels[part, None], threshold[part, None]), -torch.inf)
+            grad = _logits_gradient(
+                scaled,
+                labels[part],
+                normaliser[part],
+                grad_log_probs[part],
+                entropy[part] if ctx.with_entropy else None,
+                grad_entropy[part],
+            ).div_(ctx.truncation.temperature)
+            if grad_hidden is not None:
+                grad_hidden[part] = _product_tiled(grad, weight)
+            if grad_weight is not None:
+                _add_outer(grad_weight, grad, hidden[part])
+            if grad_bias is not None:
+                grad_bias += grad.sum(dim=0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _entropy(scaled: Tensor, normaliser: Tensor) -> Tensor:
+    """log Z - sum p z over the kept tokens; overwrites `scaled`."""
+    probabilities = (scaled - normaliser[:, None]).exp_()
+    # a dropped token is -inf with probability 0: read it as 0
+    return normaliser - (probabilities.mul_(scaled.masked_fill_(scaled == -torch.inf, 0.0))).sum(dim=-1)
+
+
+def _logits_gradient(
+    scaled: Tensor,
+    labels: Tensor,
+    normaliser: Tensor,
+    grad_log_probs: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor,
+) -> Tensor:
+    """[n, V] gradient at the scaled logits: g (1_label - p) - g_H p (log p + H); overwrites `scaled`."""
+    log_p = scaled.sub_(normaliser[:, None])
+    if entropy is None:
+        grad = log_p.exp_().mul_(-grad_log_probs[:, None])
+    else:
+        p = log_p.exp()
+        slope = log_p.masked_fill_(log_p == -torch.inf, 0.0).add_(entropy[:, None]).mul_(grad_entropy[:, None])
+        grad = slope.add_(grad_log_probs[:, None]).mul_(p).neg_()
+    return grad.scatter_add_(1, labels[:, None], grad_log_probs[:, None])
+
+
+def _product_tiled(grad: Tensor, weight: Tensor) -> Tensor:
+    """[n, H] = grad [n, V] @ weight, fp32 sums; a low-precision head is read in tiles."""
+    if weight.dtype == torch.float32:
+        return grad @ weight
+    total = torch.zeros(grad.shape[0], weight.shape[1], dtype=torch.float32, device=grad.device)
+    tile = _tile_rows(weight)
+    for start in range(0, weight.shape[0], tile):
+        total.addmm_(grad[:, start : start + tile], weight[start : start + tile].float())
+    return total
+
+
+def _add_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """total [V, H] += grad^T [V, n] @ hidden [n, H] in fp32."""
+    total.addmm_(grad.t(), hidden.float())

@@ -1,0 +1,16 @@
+"""Optimiser, learning-rate schedules and the moving average of weights."""
+
+from rft_trainer.optim.adamw import AdamWConfig, build_adamw, freeze_prefixes, parameter_groups
+from rft_trainer.optim.moving_average import MovingAverage
+from rft_trainer.optim.schedules import SCHEDULES, ScheduleConfig, build_schedule
+
+__all__ = [
+    "SCHEDULES",
+    "AdamWConfig",
+    "MovingAverage",
+    "ScheduleConfig",
+    "build_adamw",
+    "build_schedule",
+    "freeze_prefixes",
+    "parameter_groups",
+]

@@ -1,0 +1,177 @@
+"""Finding the answer in a response."""
+
+import re
+from typing import Literal, TypeAlias, get_args
+
+from rft_rewards.errors import MissingReferenceError
+from rft_rewards.quantity import NUMBER, parse_quantity, quantity_of_match, spelled_plainly, unwrapped
+
+ExtractionPolicy: TypeAlias = Literal["strict", "flexible", "boxed"]
+"""Where an answer is looked for.
+
+* `strict`: behind the last `####`, and nowhere else.
+* `flexible`: behind the last `####`; where that holds no number, the last number of the whole text.
+* `boxed`: the last complete box, and nowhere else.
+"""
+
+_MARKER = re.compile(r"(?<!#)####(?!#)")
+_LEAD = re.compile(r"[\s*_=:`]*(?:\\\(|\\\[|\$(?=[^\d.]))?\s*")
+_TAIL_WINDOW = 4000
+_SLACK = 1200
+
+# A box is opened by \boxed or \fbox, also where the backslash was doubled, or where "\b" became a backspace.
+_BOX_TOKEN = re.compile(r"(?P<open>(?:\\|\x08o?)?(?:b?oxed|fbox|framebox)\s*\{)|\\[{}\\]|(?P<left>\{)|(?P<right>\})")
+_BARE_BOX = re.compile(r"\\boxed\s+(\\?[A-Za-z0-9.+-]+)")
+
+
+def check_policy(policy: str) -> None:
+    """Raise ValueError unless `policy` is one of `ExtractionPolicy`."""
+    if policy not in get_args(ExtractionPolicy):
+        raise ValueError(f"policy is {policy!r}: give one of {', '.join(get_args(ExtractionPolicy))}")
+
+
+def extract_gsm8k(text: str, policy: ExtractionPolicy = "strict") -> str | None:
+    """The answer of a GSM8K response or gold text, without grouping, currency, percent sign and unit; or None.
+
+    The answer behind `####` is the number that opens the rest of that line (or the next line that is not empty):
+    signs, decimals, fractions, currency and markup may surround it, a unit may follow, other numbers may not. With
+    several markers the last one counts, even when nothing stands behind it.
+    Extraction is idempotent: what was extracted is extracted from itself by `flexible`.
+    """
+    check_policy(policy)
+    if policy == "boxed":
+        content = extract_boxed(text)
+        if content is None:
+            return None
+        quantity = parse_quantity(content)
+        return content if quantity is None else quantity.literal
+    marked = _behind_marker(text)
+    if marked is not None or policy == "strict":
+        return marked
+    return last_number(text)
+
+
+def count_markers(text: str, policy: ExtractionPolicy = "strict") -> int:
+    """How many final answers `text` marks: boxes under `boxed`, `####` otherwise. Above 1 it is a multi-answer."""
+    if policy == "boxed":
+        return len(_complete_boxes(text))
+    return len(_MARKER.findall(text))
+
+
+def gsm8k_reference(text: str) -> str:
+    """The gold answer of a GSM8K row, for preprocessing.
+
+    Raises:
+        MissingReferenceError: there is no `####` with a number behind it.
+    """
+    answer = extract_gsm8k(text, "strict")
+    if answer is None:
+        raise MissingReferenceError(f"no number behind '####' in the gold text {text[-200:]!r}: end it with '#### N'")
+    return answer
+
+
+def _behind_marker(text: str) -> str | None:
+    start = text.rfind("####")
+    if start < 0:
+        return None
+    markers = [match.end() for match in _MARKER.finditer(text)]
+    if not markers:
+        return None
+    rest = text[markers[-1] : markers[-1] + _TAIL_WINDOW].lstrip()
+    line = rest.partition("\n")[0]
+    quantity = parse_quantity(line.strip())
+    if quantity is not None:
+        return quantity.literal
+    return _opening_number(line)
+
+
+def _opening_number(line: str) -> str | None:
+    """The number that opens `line` when words, but no other number, follow it."""
+    line = unwrapped(spelled_plainly(line))
+    lead = _LEAD.match(line)
+    line = line[lead.end() :] if lead else line
+    match = NUMBER.match(line)
+    if match is None:
+        return None
+    rest = line[match.end() :]
+    quantity = quantity_of_match(match, rest)
+    if quantity is None and rest[:1] and not rest[:1].isalnum() and not any(map(str.isdigit, rest)):
+        quantity = quantity_of_match(match, "") if not _CONTINUES.match(rest) else None
+    return None if quantity is None else quantity.literal
+
+
+_CONTINUES = re.compile(r"\s*(?:[-+*/^=<>]|\\(?:times|cdot|pm|sqrt|pi)|or\b|and\b|to\b|\.\d)")
+
+
+def last_number(text: str) -> str | None:
+    """The last number of `text`, in the same spelling as `extract_gsm8k`; None when there is none."""
+    window = text[-_TAIL_WINDOW:]
+    found = _last_number_of(window, 0 if len(window) == len(text) else _SLACK)
+    if found is None and len(window) < len(text):
+        found = _last_number_of(text, 0)
+    return found
+
+
+def _last_number_of(text: str, slack: int) -> str | None:
+    text = spelled_plainly(text)
+    last = None
+    for match in NUMBER.finditer(text):
+        if match.start() >= slack:
+            last = match
+    if last is None:
+        return None
+    quantity = quantity_of_match(last, "")
+    if quantity is None:
+        return None
+    before = text[: last.end() - len(last[0].lstrip())]
+    literal = quantity.literal
+    if literal.startswith("-") and (before[-1:].isalnum() or before.rstrip()[-1:] in _OPERAND_END):
+        return literal[1:]  # the minus subtracts: "10-5"
+    return literal
+
+
+_OPERAND_END = frozenset("0123456789)]}%")
+
+
+def extract_boxed(text: str) -> str | None:
+    """Content of the last complete box, trimmed; None when no box closes or the last one is empty.
+
+    Any depth of braces is kept whole; a box in a box gives the outer content, and the inner one when it is all there
+    is. Understood: `\\boxed{}`, `\\boxed {}`, `\\fbox{}`, `\\framebox{}`, a doubled or lost backslash, and `\\boxed 5`.
+    Time is linear in the length of `text`.
+    """
+    boxes = _complete_boxes(text)
+    if not boxes:
+        return None
+    content = boxes[-1]
+    while (inner := _complete_boxes(content)) and len(inner) == 1 and _is_one_box(content, inner[0]):
+        content = inner[0]
+    return content.strip() or None
+
+
+def _is_one_box(content: str, inner: str) -> bool:
+    opening, closing = content.find("{"), content.rstrip().endswith("}")
+    return closing and content[opening + 1 :].rstrip()[:-1] == inner
+
+
+def _complete_boxes(text: str) -> list[str]:
+    """Contents of the outermost complete boxes, in order."""
+    if "box" not in text and "oxed" not in text:
+        return []
+    stack: list[int | None] = []
+    boxes: list[tuple[int, int, int]] = []
+    for match in _BOX_TOKEN.finditer(text):
+        if match["open"]:
+            stack.append(match.end())
+        elif match["left"]:
+            stack.append(None)
+        elif match["right"] and stack:
+            start = stack.pop()
+            if start is not None:
+                while boxes and boxes[-1][0] >= start:
+                    boxes.pop()  # boxes inside this one
+                boxes.append((start, match.start(), match.end()))
+    contents = [(start, text[start:end]) for start, end, _ in boxes]
+    covered = boxes[-1][2] if boxes else 0
+    bare = [(match.start(1), match[1].rstrip(".")) for match in _BARE_BOX.finditer(text, covered)]
+    return [content for _, content in contents + bare]

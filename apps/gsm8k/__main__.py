@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
     """Models, engine and the loop. Collective over the world."""
     scoring = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
-    actor = strategy.prepare(Actor(load_causal_model(inputs.model_folder), **scoring))
+    policy = Actor(load_causal_model(inputs.model_folder), **scoring)
+    policy.freeze(config.freeze)
+    actor = strategy.prepare(policy)
     initial_model = None
     if config.init_kl_coef > 0:
         initial_model = strategy.prepare_frozen(Actor(load_causal_model(inputs.model_folder), **scoring))

@@ -3,11 +3,12 @@
 Field names are the command-line flags. Units are in the names or in the comment of the field.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from rft_trainer.errors import ConfigurationError
+from rft_trainer.optim import AdamWConfig, ScheduleConfig
 
 EngineType = Literal["hf", "vllm", "sglang"]
 Precision = Literal["auto", "fp32", "bf16"]
@@ -26,16 +27,11 @@ _AT_LEAST_ONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """What an optimiser needs to know; counted in optimiser steps."""
+    """What a backend builds an optimiser from; `max_norm` 0 means that gradients are never clipped."""
 
-    learning_rate: float
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    adamw: AdamWConfig
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     max_norm: float = 1.0
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 1
-    freeze: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +168,12 @@ class RFTConfig:
 
     def __post_init__(self) -> None:
         problems = [*self._range_problems(), *self._batch_problems()]
+        try:
+            self.actor_optimizer()
+        except ValueError as problem:
+            problems.append(str(problem))
         if problems:
-            raise ConfigurationError("; ".join(problems))
+            raise ConfigurationError("\n".join(problems))
 
     def _range_problems(self) -> list[str]:
         problems = [
@@ -226,14 +226,15 @@ class RFTConfig:
     def actor_optimizer(self) -> OptimizerConfig:
         """The part that the actor's optimiser is built from."""
         return OptimizerConfig(
-            learning_rate=self.actor_learning_rate,
-            weight_decay=self.weight_decay,
-            betas=self.adam_betas,
+            adamw=AdamWConfig(
+                lr=self.actor_learning_rate, betas=self.adam_betas, weight_decay=self.weight_decay
+            ),
+            schedule=ScheduleConfig(
+                kind=self.lr_scheduler,
+                warmup_steps=self.lr_warmup_steps,
+                total_steps=self.max_steps * self.updates_per_step,
+            ),
             max_norm=self.max_norm,
-            schedule=self.lr_scheduler,
-            warmup_steps=self.lr_warmup_steps,
-            total_steps=self.max_steps * self.updates_per_step,
-            freeze=self.freeze,
         )
 
     def as_dict(self) -> dict[str, object]:

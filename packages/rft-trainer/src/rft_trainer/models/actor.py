@@ -1,5 +1,6 @@
 """The Actor: a Hugging Face causal model that returns log-probabilities of response tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from rft_trainer.errors import UnsupportedCombination
 from rft_trainer.models.log_probs import chunked_log_probs
+from rft_trainer.optim import freeze_prefixes
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ class Actor(nn.Module):
         self.model = model
         # Greedy rollouts (temperature 0) have no distribution to match; they are scored at temperature 1.
         self._scoring = {"temperature": temperature or 1.0, "top_p": top_p, "top_k": top_k or None}
+
+    def freeze(self, prefixes: Sequence[str]) -> list[str]:
+        """Fix the parameters whose checkpoint name begins with one of `prefixes`, before the model is wrapped.
+
+        Raises ConfigurationError when a prefix matches nothing or nothing is left to train.
+        """
+        return freeze_prefixes(self.model, prefixes)
 
     @property
     def config(self) -> Any:

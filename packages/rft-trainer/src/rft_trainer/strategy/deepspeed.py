@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rft_trainer.config import OptimizerConfig
 from rft_trainer.errors import CheckpointError
-from rft_trainer.optim import build_optimizer, build_scheduler, freeze_parameters
+from rft_trainer.optim import build_adamw, build_schedule
 from rft_trainer.strategy.protocols import StepReport, TrainState
 
 # The trainer marks the last micro-batch itself. Any value above 1 makes DeepSpeed keep the buffers that
@@ -47,13 +47,12 @@ class DeepspeedBackend:
         )
 
     def prepare(self, model: nn.Module, config: OptimizerConfig) -> TrainState:
-        """Freeze and hand model and optimiser to DeepSpeed. Collective over the world."""
+        """Hand model and optimiser to DeepSpeed. Collective over the world."""
         import deepspeed
 
-        freeze_parameters(model, config.freeze)
         model.to(self._device)
-        optimizer = build_optimizer(model, config)
-        scheduler = build_scheduler(optimizer, config)
+        optimizer = build_adamw(model, config.adamw)
+        scheduler = build_schedule(optimizer, config.schedule)
         engine, wrapped, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self._settings(config.max_norm), dist_init_required=False
         )

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rft_trainer.config import OptimizerConfig
-from rft_trainer.optim import build_optimizer, build_scheduler, freeze_parameters
+from rft_trainer.optim import build_adamw, build_schedule
 from rft_trainer.strategy.protocols import StepReport, TrainState
 
 
@@ -40,11 +40,10 @@ class FSDPBackend:
         dist.init_process_group(backend, timeout=timeout)
 
     def prepare(self, model: nn.Module, config: OptimizerConfig) -> TrainState:
-        """Freeze, shard and build the optimiser over the local shards. Collective over the world."""
-        freeze_parameters(model, config.freeze)
+        """Shard and build the optimiser over the local shards. Collective over the world."""
         self._shard(model)
-        optimizer = build_optimizer(model, config)
-        return TrainState(model, model, optimizer, build_scheduler(optimizer, config), config)
+        optimizer = build_adamw(model, config.adamw)
+        return TrainState(model, model, optimizer, build_schedule(optimizer, config.schedule), config)
 
     def prepare_frozen(self, model: nn.Module) -> nn.Module:
         """Shard a model that is only scored. Collective over the world."""

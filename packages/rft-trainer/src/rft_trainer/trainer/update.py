@@ -1,7 +1,6 @@
 """The policy update: mini-batches of a rollout, micro-batches of a mini-batch, one denominator for all of them."""
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +22,7 @@ from rft_trainer.algorithms import (
 from rft_trainer.experience.experience import Experience, ExperienceBatch, collate
 from rft_trainer.experience.maker import placeholder
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
+from rft_trainer.experience.replay_buffer import ReplayBuffer
 from rft_trainer.strategy.protocols import DataParallel, StepReport, TrainingBackend, TrainState
 
 Metric = Mean | Max | Sum | float
@@ -74,27 +74,20 @@ class PolicyUpdate:
         self._planner = planner
         self._pad = pad_token_id
         self._on_step = on_step
-        self._updates = 0
+        self._buffer: ReplayBuffer[Experience] = ReplayBuffer(seed=config.seed)
 
     def __call__(self, actor: TrainState, experiences: Sequence[Experience]) -> dict[str, Metric]:
         """Update the actor; metrics under `train/` that still want their reduction. Collective over the world."""
         collected = _Collector()
         actor.module.train()
-        for mini_batch in self._mini_batches(experiences):
+        self._buffer.clear()
+        self._buffer.extend(experiences)
+        for mini_batch in self._buffer.mini_batches(self._config.mini_batch_size, self._config.epochs):
             report = self._one_step(actor, mini_batch, collected)
             collected.add_step(report)
             if not report.skipped:
                 self._on_step()
         return collected.metrics(self._config.kl_coef)
-
-    def _mini_batches(self, experiences: Sequence[Experience]) -> Iterator[list[Experience]]:
-        """Shuffled mini-batches, epoch after epoch; every response once per epoch."""
-        for _ in range(self._config.epochs):
-            order = list(range(len(experiences)))
-            random.Random(f"{self._config.seed}-{self._updates}-{self._data.rank}").shuffle(order)
-            self._updates += 1
-            for start in range(0, len(order), self._config.mini_batch_size):
-                yield [experiences[i] for i in order[start : start + self._config.mini_batch_size]]
 
     def _one_step(self, actor: TrainState, mini_batch: list[Experience], collected: "_Collector") -> StepReport:
         batches = self._planner.plan(mini_batch)

@@ -31,8 +31,8 @@ class Strategy:
     Use as a context manager after `setup_distributed`; leaving it closes the engine and the process groups.
     """
 
-    initialise: Callable[[str, timedelta], None]
-    """Creates the default process group."""
+    initialise: Callable[[str, timedelta], None] | None = None
+    """Creates the default process group; None: torch does."""
 
     def __init__(self, config: RFTConfig) -> None:
         self.config = config
@@ -197,15 +197,19 @@ class Strategy:
         """Write a Hugging Face folder in safetensors. Collective over the world."""
         export_model(state, folder, tokenizer, group=self.host_group)
 
-    def barrier(self) -> None:
-        """Wait for every rank. Collective over the world."""
-        dist.barrier(group=self.host_group)
+    def on_main(self, action: Callable[[], None]) -> None:
+        """Run on rank 0 while the others wait; its error is raised on every rank. Collective over the world."""
+        error: BaseException | None = None
+        if self.data.rank == 0:
+            try:
+                action()
+            except (OSError, ValueError, RuntimeError) as failure:
+                error = failure
+        self.data.together(error)
 
 
 class FSDPV2Strategy(Strategy):
     """Strategy on torch FSDP2; its group comes from torch."""
-
-    initialise = staticmethod(FSDPBackend.initialise)
 
     def _make_backend(self, device: torch.device, bf16: bool) -> FSDPBackend:
         return FSDPBackend(device, bf16=bf16)

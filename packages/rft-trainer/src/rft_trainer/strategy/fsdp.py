@@ -1,7 +1,6 @@
 """FSDP2 training: `fully_shard` on the model's own blocks, AdamW on the local shards."""
 
 from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,6 @@ class FSDPBackend:
             else MixedPrecisionPolicy()
         )
         self._mesh: DeviceMesh | None = None
-
-    @staticmethod
-    def initialise(backend: str, timeout: timedelta) -> None:
-        """Create the default process group from torchrun's variables. Collective over the world."""
-        dist.init_process_group(backend, timeout=timeout)
 
     def prepare(self, model: nn.Module, config: OptimizerConfig) -> TrainState:
         """Shard and build the optimiser over the local shards. Collective over the world."""

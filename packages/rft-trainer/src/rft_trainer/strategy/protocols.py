@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,10 +42,6 @@ class TrainingBackend(Protocol):
     """Wrapping, backward, optimiser step and sharded state of one backend."""
 
     name: str
-
-    @staticmethod
-    def initialise(backend: str, timeout: timedelta) -> None:
-        """Create the default process group. Collective over the world."""
 
     def prepare(self, model: nn.Module, config: OptimizerConfig) -> TrainState:
         """Wrap a model and build its optimiser. Collective over the world."""

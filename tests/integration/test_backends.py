@@ -1,0 +1,104 @@
+"""Both training backends against plain torch: same gradient norm, same weights, whatever the split."""
+
+import pytest
+import torch
+from rft_dist.testing import run_ranks
+from rft_trainer.config import OptimizerConfig
+from rft_trainer.models import Actor, load_causal_model
+from rft_trainer.optim import AdamWConfig, ScheduleConfig
+from rft_trainer.testing import tiny_model_folder
+
+BACKENDS = ["fsdp2", "zero0", "zero1", "zero2", "zero3"]
+ROWS, LENGTH, PROMPT = 8, 12, 4
+NAMES = ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "model.norm.weight")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def optimizer(max_norm=1.0, lr=1e-2):
+    return OptimizerConfig(adamw=AdamWConfig(lr=lr), schedule=ScheduleConfig(), max_norm=max_norm)
+
+
+def rows():
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, 256, (ROWS, LENGTH), generator=generator)
+    weights = torch.randn(ROWS, generator=generator)
+    marks = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
+    marks[:, PROMPT:] = True
+    return ids, marks, weights
+
+
+def loss_of(module, ids, marks, weights):
+    """This part's share of the weighted mean over all response tokens of all rows."""
+    scores = module(ids, torch.ones_like(marks), marks)
+    return -(scores.log_probs * weights[:, None]).sum() / (ROWS * (LENGTH - PROMPT))
+
+
+def plain(folder, config, steps):
+    actor = Actor(load_causal_model(folder))
+    optim = torch.optim.AdamW(actor.parameters(), lr=config.adamw.lr, betas=config.adamw.betas, weight_decay=0.0)
+    norms = []
+    for _ in range(steps):
+        loss_of(actor, *rows()).backward()
+        bound = config.max_norm or float("inf")
+        norms.append(float(torch.nn.utils.clip_grad_norm_(actor.parameters(), bound)))
+        optim.step()
+        optim.zero_grad()
+    return norms, {name: p.detach().clone() for name, p in actor.model.named_parameters()}
+
+
+def make_backend(kind):
+    from rft_trainer.strategy import DeepspeedBackend, FSDPBackend
+
+    device = torch.device("cpu")
+    return FSDPBackend(device) if kind == "fsdp2" else DeepspeedBackend(device, stage=int(kind[-1]))
+
+
+def full_weights(state):
+    from rft_sync import source_for
+
+    source = source_for(state.module, submodule="model")
+    names = [meta.name for meta in source.metadata()]
+    with source.gather(names) as tensors:
+        return {name: tensors[name].detach().clone() for name in NAMES}
+
+
+def train(rank, world, folder, kind, micro, steps, max_norm, poison_step):
+    backend = make_backend(kind)
+    state = backend.prepare(Actor(load_causal_model(folder)), optimizer(max_norm))
+    ids, marks, weights = rows()
+    mine = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
+    reports = []
+    for step in range(steps):
+        parts = list(zip(*(t[mine].split(micro) for t in (ids, marks, weights)), strict=True))
+        for number, part in enumerate(parts):
+            loss = loss_of(state.module, *part)
+            if step == poison_step and rank == world - 1 and number == 0:
+                loss = loss * float("nan")
+            backend.backward(state, loss, last=number == len(parts) - 1)
+        reports.append(backend.optimizer_step(state))
+    return reports, full_weights(state)
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize(("world", "micro"), [(2, 1), (2, 4)])
+def test_gradient_and_steps_equal_one_big_batch(folder, kind, world, micro):
+    norms, weights = plain(folder, optimizer(0.05), steps=2)
+    for reports, got in run_ranks(train, world, folder, kind, micro, 2, 0.05, None, timeout_seconds=240):
+        assert [r.grad_norm for r in reports] == pytest.approx(norms, rel=1e-5)
+        assert not any(r.skipped for r in reports)
+        for name in NAMES:
+            assert torch.allclose(got[name], weights[name], atol=2e-5), name
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_nan_on_one_rank_skips_the_step_on_all(folder, kind):
+    norms, weights = plain(folder, optimizer(0.0), steps=1)
+    for reports, got in run_ranks(train, 2, folder, kind, 2, 2, 0.0, 0, timeout_seconds=240):
+        assert [r.skipped for r in reports] == [True, False]
+        assert reports[1].grad_norm == pytest.approx(norms[0], rel=1e-5)
+        for name in NAMES:
+            assert torch.allclose(got[name], weights[name], atol=2e-5), name

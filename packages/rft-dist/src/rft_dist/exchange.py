@@ -41,7 +41,7 @@ def group_ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Device on which the group's collectives take tensors: the CPU where the group can, else the current CUDA device."""
+    """Where the group's collectives take tensors: the current CUDA device for nccl, else the CPU."""
     if group is None and not dist.is_initialized():
         return torch.device("cpu")
     backend = dist.get_backend(group)
@@ -57,9 +57,9 @@ def gather_rows(row: Sequence[int], group: dist.ProcessGroup | None) -> list[lis
         return [list(row)]
     device = group_device(group)
     mine = torch.tensor(row, dtype=torch.int64, device=device)
-    everyone = torch.empty(size * len(row), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    return everyone.view(size, len(row)).tolist()
+    everyone = torch.empty(size, len(row), dtype=torch.int64, device=device)
+    dist.all_gather(list(everyone), mine, group=group)
+    return everyone.tolist()
 
 
 def agree_maximum(row: Sequence[int], group: dist.ProcessGroup | None) -> list[int]:
@@ -89,9 +89,9 @@ def gather_flat(flat: torch.Tensor, counts: Sequence[int], group: dist.ProcessGr
         return [flat.new_empty(0) for _ in counts]
     if size * longest <= 2 * total:
         padded = flat if len(flat) == longest else torch.cat([flat, flat.new_zeros(longest - len(flat))])
-        everyone = flat.new_empty(size * longest)
-        dist.all_gather_into_tensor(everyone, padded, group=group)
-        return [everyone[i * longest : i * longest + count] for i, count in enumerate(counts)]
+        everyone = list(flat.new_empty(size, longest))
+        dist.all_gather(everyone, padded, group=group)
+        return [part[:count] for part, count in zip(everyone, counts, strict=True)]
     parts = [flat if i == position else flat.new_empty(count) for i, count in enumerate(counts)]
     for part, origin in zip(parts, group_ranks(group), strict=True):
         if len(part):
@@ -140,9 +140,9 @@ def gather_pages(payload: bytes, group: dist.ProcessGroup | None, page_bytes: in
     room = page_bytes - _LENGTH_BYTES
     page = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[:room].ljust(room, b"\0")
     flat = bytes_tensor(page, device)
-    everyone = flat.new_empty(group_size(group) * page_bytes)
-    dist.all_gather_into_tensor(everyone, flat, group=group)
-    pages = memoryview(tensor_bytes(everyone))
+    everyone = flat.new_empty(group_size(group), page_bytes)
+    dist.all_gather(list(everyone), flat, group=group)
+    pages = memoryview(tensor_bytes(everyone.view(-1)))
     pieces, rests = [], []
     for start in range(0, len(pages), page_bytes):
         length = int.from_bytes(pages[start : start + _LENGTH_BYTES], "little")

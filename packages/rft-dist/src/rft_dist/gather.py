@@ -69,7 +69,8 @@ class _HostPickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
-            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            host: Any = obj.detach().cpu()
+            return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
 
@@ -78,7 +79,8 @@ def gather_inputs(items: Iterable[T], group: dist.ProcessGroup | None) -> tuple[
 
     Each item travels once, however many samples will be drawn from it, as a pickled object: dicts, images and text
     alike. Ranks may bring different numbers of items, none too, and different kinds of items: whatever is decided from
-    the returned list (say whether images are there) is decided alike on every rank. Tensors on a device arrive on the CPU.
+    the returned list (say whether images are there) is decided alike on every rank. Tensors on a device arrive on the
+    CPU.
 
     Args:
         items: this rank's items.
@@ -134,7 +136,7 @@ def slice_local(outputs: Sequence[T], plan: GatherPlan, samples_per_input: int =
     if len(outputs) != wanted:
         raise GatherError(
             f"{len(outputs)} outputs for {plan.total} gathered items with {samples_per_input} samples each: "
-            f"{wanted} were expected; pass the engine's whole output, in order, and the samples_per_input it was asked for"
+            f"{wanted} were expected; pass the engine's whole output, in order, and the samples_per_input asked for"
         )
     start = plan.offset * samples_per_input
     return list(outputs[start : start + plan.count * samples_per_input])
@@ -197,8 +199,8 @@ def _check_rows(rows: list[list[int]]) -> None:
     for position, row in enumerate(rows):
         if row[0] < 0:
             raise GatherError(
-                f"the tensor of position {position} (shape {_row_shape(row)}) cannot travel: give a dense tensor of 1 to "
-                f"{_MAX_DIMENSIONS} dimensions and a common dtype; reshape a scalar to [1]"
+                f"the tensor of position {position} (shape {_row_shape(row)}) cannot travel: give a dense tensor of "
+                f"1 to {_MAX_DIMENSIONS} dimensions and a common dtype; reshape a scalar to [1]"
             )
         if row[0] != rows[0][0] or row[1] != rows[0][1] or _row_shape(row)[1:] != _row_shape(rows[0])[1:]:
             raise GatherError(

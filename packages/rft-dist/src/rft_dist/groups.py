@@ -61,8 +61,8 @@ class RolloutGroups:
 def build_rollout_groups(layout: ParallelLayout, *, timeout_seconds: float = 1800.0) -> RolloutGroups:
     """Makes and tests the groups of the layout. Collective over the world.
 
-    Every rank makes every group, in the same order: TP groups, their twins, DP groups, their twins. Each of this rank's four
-    groups then adds its members' numbers once, so that a broken connection shows here and not in the first step.
+    Every rank makes every group, in the same order: TP groups, their twins, DP groups, their twins. Each of this rank's
+    four groups then adds its members' numbers once, so that a broken connection shows here and not in the first step.
 
     Args:
         layout: the same on every rank, apart from `rank`, which is filled in where it is None.
@@ -74,12 +74,13 @@ def build_rollout_groups(layout: ParallelLayout, *, timeout_seconds: float = 180
     """
     check_seconds("timeout_seconds", timeout_seconds)
     layout = _agreed(layout)
+    rank = dist.get_rank()
     timeout = timedelta(seconds=timeout_seconds)
     made: list[dist.ProcessGroup] = []
     try:
         for members in (layout.tp_groups(), layout.dp_groups()):
-            for backend in (None, "gloo"):
-                made.append(_own_group(members, backend, timeout, layout))
+            made.append(_own_group(members, None, timeout, rank))
+            made.append(_own_group(members, "gloo", timeout, rank))
         for group in made:
             _self_test(group)
     except BaseException:
@@ -111,12 +112,10 @@ def _agreed(layout: ParallelLayout) -> ParallelLayout:
     return replace(layout, rank=rank)
 
 
-def _own_group(
-    members: list[list[int]], backend: str | None, timeout: timedelta, layout: ParallelLayout
-) -> dist.ProcessGroup:
+def _own_group(members: list[list[int]], backend: str | None, timeout: timedelta, rank: int) -> dist.ProcessGroup:
     """Makes one group for each list of ranks and returns this rank's. Collective over the world."""
-    groups = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in members]
-    return next(group for group, ranks in zip(groups, members, strict=True) if layout.rank in ranks)
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, backend=backend, timeout=timeout) for ranks in members]
+    return next(group for group, ranks in zip(groups, members, strict=True) if rank in ranks)
 
 
 def _self_test(group: dist.ProcessGroup) -> None:
@@ -127,8 +126,8 @@ def _self_test(group: dist.ProcessGroup) -> None:
     wanted = sum(ranks) + len(ranks)
     if int(total) != wanted:
         raise GroupError(
-            f"self-test of the group {ranks} ({dist.get_backend(group)}): its ranks' numbers add up to {int(total)}, not "
-            f"{wanted}; check that all ranks made the same groups in the same order"
+            f"self-test of the group {ranks} ({dist.get_backend(group)}): its ranks' numbers add up to {int(total)}, "
+            f"not {wanted}; check that all ranks made the same groups in the same order"
         )
 
 

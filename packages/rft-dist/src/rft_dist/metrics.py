@@ -123,8 +123,8 @@ def all_reduce_metrics(
 ) -> dict[str, float | Histogram]:
     """Every metric reduced over the ranks of the group. Collective over the group: one, for any number of keys.
 
-    Ranks may hold different keys, or none: a key counts for the ranks that hold it. Each rank merges what all ranks sent
-    in the order of the ranks and in fp64, so that the results are the same numbers everywhere.
+    Ranks may hold different keys, or none: a key counts for the ranks that hold it. Each rank merges what all ranks
+    sent in the order of the ranks and in fp64, so that the results are the same numbers everywhere.
 
     Args:
         metrics: a plain number is the mean of one sample.
@@ -134,7 +134,8 @@ def all_reduce_metrics(
         Keys in sorted order. Means whose counts add up to 0 are NaN.
 
     Raises:
-        MetricError: (a ValueError) a value that is no metric, or one key with two kinds or two sets of edges; on every rank.
+        MetricError: (a ValueError) a value that is no metric, or one key with two kinds or two sets of edges; on every
+            rank.
     """
     error: MetricError | None = None
     try:
@@ -152,7 +153,7 @@ def all_reduce_metrics(
     return {key: _merged(key, everyone[key]) for key in sorted(everyone)}
 
 
-def _metric(key: str, value: Metric) -> Metric:
+def _metric(key: Any, value: Any) -> Metric:
     if not isinstance(key, str):
         raise MetricError(f"metric name {key!r} is no text: name metrics by text")
     if isinstance(value, Mean | Sum | Max | Min | Histogram):

@@ -76,7 +76,7 @@ def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _spread(lengths: Sequence[int], max_tokens: int, count: int) -> list[list[int]]:
-    """At most `count` non-empty micro-batches, as many as there are items for, of loads as even as a greedy rule makes."""
+    """Non-empty micro-batches, `count` or as many as there are items for, of loads as even as a greedy rule makes."""
     wanted = min(count, len(lengths))
     if wanted == 0:
         return []

@@ -95,8 +95,8 @@ def choose_device(wanted: str, environment: TorchrunEnvironment, cuda_devices: i
         raise DeviceError("device='cuda', but this process sees no CUDA device: set device='cpu' or 'auto'")
     if environment.local_world_size > cuda_devices:
         raise DeviceError(
-            f"LOCAL_WORLD_SIZE={environment.local_world_size} ranks on this node, but only {cuda_devices} CUDA devices are "
-            f"visible to LOCAL_RANK={environment.local_rank}: start at most {cuda_devices} ranks on a node "
+            f"LOCAL_WORLD_SIZE={environment.local_world_size} ranks on this node, but only {cuda_devices} CUDA devices "
+            f"are visible to LOCAL_RANK={environment.local_rank}: start at most {cuda_devices} ranks on a node "
             "(--nproc_per_node), let every rank see all devices, or set device='cpu'"
         )
     return torch.device("cuda", environment.local_rank)
@@ -119,8 +119,8 @@ def _environment(joined: bool) -> TorchrunEnvironment:
         )
     if (environment.rank, environment.world_size) != (rank, world_size):
         raise EnvironmentVariableError(
-            f"RANK={environment.rank} and WORLD_SIZE={environment.world_size}, but the existing default group has this process "
-            f"as rank {rank} of {world_size}: destroy that group first, or start it with the launcher's numbers"
+            f"RANK={environment.rank} and WORLD_SIZE={environment.world_size}, but the existing default group has this "
+            f"process as rank {rank} of {world_size}: destroy that group first, or start it with the launcher's numbers"
         )
     return environment
 
@@ -148,7 +148,8 @@ def _initialize(
     timeout = timedelta(seconds=config.timeout_seconds)
     if environment.launcher == "single":
         # No launcher, no peers: a store inside this process, so that no port is taken. An initializer joins this group.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     try:
         if initializer is not None:
             initializer(backend, timeout)
@@ -170,7 +171,7 @@ def _rendezvous_error(
         )
     return RendezvousError(
         f"rank {environment.rank} of {environment.world_size} did not meet the others at {meeting} within "
-        f"{config.timeout_seconds:g} s: check that all ranks were started, and that rank 0's host and port can be reached"
+        f"{config.timeout_seconds:g} s: check that all ranks were started and can reach rank 0's host and port"
     )
 
 

@@ -51,7 +51,7 @@ class RankTask:
 
 
 def run_rank(task: RankTask, rank: int, pipe: Connection) -> None:
-    """Body of a rank: reports READY, then RETURNED with the result or FAILED with the exception, then waits to be released."""
+    """A rank: reports READY, then RETURNED with the result or FAILED with the exception, and ends on release."""
     stack = task.stack_file(rank).open("w")
     # Should the parent be gone, the rank ends itself.
     faulthandler.dump_traceback_later(task.timeout_seconds + 60.0, exit=True, file=stack)
@@ -96,7 +96,7 @@ def _prepare(task: RankTask, rank: int) -> None:
 
 
 def _load(name: str, file: str) -> None:
-    """Imports a module by its name, or by its file where the name leads nowhere (a test that pytest imported by its file)."""
+    """Imports a module by its name, or by its file where the name leads nowhere (a test imported by its file)."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as missing:

@@ -37,8 +37,8 @@ _preloaded = ["torch", "torch.distributed", "rft_dist.testing.process"]
 def preload(*modules: str) -> None:
     """Names modules that the ranks' parent process imports once, so that no rank needs to.
 
-    Ranks are forked from one server process, which starts with the first `run_ranks` of this process; later calls have no
-    effect. Name only modules that start no threads when they are imported.
+    Ranks are forked from one server process, which starts with the first `run_ranks` of this process; later calls
+    have no effect. Name only modules that start no threads when they are imported.
     """
     _preloaded.extend(name for name in modules if name not in _preloaded)
 
@@ -149,12 +149,12 @@ def _started(task: RankTask) -> Iterator[list[_Rank]]:
             ranks.append(_Rank(rank, process, ours, task.stack_file(rank)))
         yield ranks
     finally:
-        for rank in ranks:
-            rank.process.kill()
-        for rank in ranks:
-            rank.process.join()
-            rank.process.close()
-            rank.pipe.close()
+        for started in ranks:
+            started.process.kill()
+        for started in ranks:
+            started.process.join()
+            started.process.close()
+            started.pipe.close()
 
 
 def _listen(ranks: list[_Rank], done: Callable[[_Rank], bool], seconds: float) -> list[_Rank]:
@@ -192,8 +192,8 @@ def _release(rank: _Rank, world_size: int) -> None:
     rank.process.join(_GRACE_SECONDS)
     if rank.process.exitcode != 0:
         raise RankFailedError(
-            f"rank {rank.rank} of {world_size} returned, but did not end well (exit code {rank.process.exitcode}; None: "
-            "it hung): close the groups, threads and files that the function opened"
+            f"rank {rank.rank} of {world_size} returned, but did not end well (exit code {rank.process.exitcode}; "
+            "None: it hung): close the groups, threads and files that the function opened"
         )
 
 

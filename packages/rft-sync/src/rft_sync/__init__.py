@@ -1,3 +1,60 @@
 """Broadcast training weights into an inference engine, from any PyTorch trainer."""
 
-__all__: list[str] = []
+from rft_sync.errors import (
+    EngineNotReady,
+    EngineRefused,
+    IncompleteGroup,
+    ManifestMismatch,
+    NonFiniteWeight,
+    ShapeMismatch,
+    UnknownTensor,
+    UnsupportedCombination,
+    VerificationFailed,
+    WeightSyncError,
+)
+from rft_sync.fingerprint import fingerprint
+from rft_sync.fusion import fused_groups
+from rft_sync.manager import BroadcastConfig, BroadcastManager
+from rft_sync.manifest import Manifest, build_manifest
+from rft_sync.naming import PrefixMap
+from rft_sync.parameters import Bucket, FlatTensor, ParamMeta, plan_buckets
+from rft_sync.receivers import ModuleReceiver, RecordingReceiver, WeightReceiver, receiver_for
+from rft_sync.report import SyncReport
+from rft_sync.sources import FSDPSource, ModuleSource, ParameterSource, ZeroSource, source_for
+from rft_sync.verification import Verification, verify
+
+__all__ = [
+    "BroadcastConfig",
+    "BroadcastManager",
+    "Bucket",
+    "EngineNotReady",
+    "EngineRefused",
+    "FSDPSource",
+    "FlatTensor",
+    "IncompleteGroup",
+    "Manifest",
+    "ManifestMismatch",
+    "ModuleReceiver",
+    "ModuleSource",
+    "NonFiniteWeight",
+    "ParamMeta",
+    "ParameterSource",
+    "PrefixMap",
+    "RecordingReceiver",
+    "ShapeMismatch",
+    "SyncReport",
+    "UnknownTensor",
+    "UnsupportedCombination",
+    "Verification",
+    "VerificationFailed",
+    "WeightReceiver",
+    "WeightSyncError",
+    "ZeroSource",
+    "build_manifest",
+    "fingerprint",
+    "fused_groups",
+    "plan_buckets",
+    "receiver_for",
+    "source_for",
+    "verify",
+]

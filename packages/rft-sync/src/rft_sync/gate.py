@@ -1,0 +1,66 @@
+"""The state of an engine object around an update: asleep, closed, its own update session."""
+
+from typing import Any
+
+from rft_sync.errors import EngineNotReady
+
+
+class EngineGate:
+    """Asks an engine object whether it may be written, wakes it where the caller wants that, and tells it the outcome.
+
+    Works on any object by the names `state`, `wake_up`, `begin_weight_update`, `finish_weight_update` and
+    `abort_weight_update`; what it lacks is left out.
+
+    Args:
+        engine: An object with `.native`, or a raw engine.
+        receiver: Its receiver; `asleep()` and `wake()` are used where it has them.
+        wake: Wake a sleeping engine's weights; otherwise a sleeping engine is refused.
+    """
+
+    def __init__(self, engine: Any, receiver: Any, *, wake: bool) -> None:
+        self._engine = engine
+        self._receiver = receiver
+        self._wake = wake
+        self._opened = False
+
+    @property
+    def _state(self) -> str:
+        return str(getattr(self._engine, "state", ""))
+
+    def prepare(self) -> None:
+        """Wake the engine or refuse, and open its update session unless the caller has done so.
+
+        Raises:
+            EngineNotReady: Closed, or asleep without leave to wake it.
+        """
+        if self._state == "closed":
+            raise EngineNotReady("the engine is closed; create a new one and connect again")
+        if self._state == "asleep":
+            self._require_wake()
+            self._engine.wake_up(["weights"])
+        elif self._receiver_asleep():
+            self._require_wake()
+            self._receiver.wake()
+        if hasattr(self._engine, "begin_weight_update") and self._state != "updating":
+            self._engine.begin_weight_update()
+            self._opened = True
+
+    def _receiver_asleep(self) -> bool:
+        asleep = getattr(self._receiver, "asleep", None)
+        return bool(asleep()) if asleep is not None else False
+
+    def _require_wake(self) -> None:
+        if not self._wake:
+            raise EngineNotReady('the engine is asleep; wake its weights first, or set on_asleep="wake"')
+
+    def finish(self, version: int) -> None:
+        """Close the session that `prepare` opened."""
+        if self._opened:
+            self._opened = False
+            self._engine.finish_weight_update(version)
+
+    def abort(self, reason: str) -> None:
+        """Close the session that `prepare` opened; the weights are undefined."""
+        if self._opened:
+            self._opened = False
+            self._engine.abort_weight_update(reason)

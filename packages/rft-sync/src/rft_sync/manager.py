@@ -1,0 +1,134 @@
+"""One call that brings an engine to the trainer's weights."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+
+from rft_sync.gate import EngineGate
+from rft_sync.receivers.protocol import TypedReceiver, WeightReceiver
+from rft_sync.receivers.selection import receiver_for
+from rft_sync.report import SyncReport
+from rft_sync.sources.protocol import ParameterSource
+from rft_sync.sources.selection import source_for
+from rft_sync.update import Update
+
+logger = logging.getLogger("rft_sync")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BroadcastConfig:
+    """How weights are sent.
+
+    Raises:
+        ValueError: A field out of its range.
+    """
+
+    bucket_bytes: int = 1 << 28
+    """Size of one bucket. Extra memory is about two buckets, or one oversize tensor or fused group and its copy."""
+    verify: Literal["rotating", "all", "off"] = "rotating"
+    """Read the engine back: everything at the first update, then `verify_sample` tensors; everything; nothing."""
+    verify_sample: int = 16
+    check_finite: bool = True
+    """Refuse NaN and Inf, naming the tensor."""
+    on_asleep: Literal["refuse", "wake"] = "refuse"
+    """A sleeping engine is an error, or its weights are woken."""
+    fused_groups: tuple[tuple[str, ...], ...] = ()
+    """Names that the engine fuses beyond q+k+v, gate+up and experts."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ValueError(f"BroadcastConfig.bucket_bytes is {self.bucket_bytes}; give bytes, for example 2**28")
+        if self.verify not in ("rotating", "all", "off"):
+            raise ValueError(f"BroadcastConfig.verify is {self.verify!r}; use 'rotating', 'all' or 'off'")
+        if self.verify_sample < 1:
+            raise ValueError(f"BroadcastConfig.verify_sample is {self.verify_sample}; use 1 or more, or verify='off'")
+        if self.on_asleep not in ("refuse", "wake"):
+            raise ValueError(f"BroadcastConfig.on_asleep is {self.on_asleep!r}; use 'refuse' or 'wake'")
+
+
+class BroadcastManager:
+    """Sends the weights of `source` into `receiver`, every rank into the engine of its own process.
+
+    Args:
+        source: Training weights.
+        receiver: The engine's side.
+        config: Bucket size, verification, checks.
+        group: Ranks that update together and fail together; the default group if None. One process needs none.
+        engine: An engine object whose state and update session are kept in step (see `EngineGate`).
+
+    Attributes:
+        version: Version of the last finished update; 0 before the first.
+    """
+
+    def __init__(
+        self,
+        source: ParameterSource,
+        receiver: WeightReceiver,
+        config: BroadcastConfig | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        engine: Any = None,
+    ) -> None:
+        self.source = source
+        self.receiver = receiver
+        self.config = config or BroadcastConfig()
+        self.version = 0
+        self._group = group
+        self._engine = engine
+        self._finished = 0
+
+    @classmethod
+    def connect(
+        cls,
+        model: nn.Module,
+        engine: Any,
+        config: BroadcastConfig | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        keep_fp32: Iterable[str] = (),
+    ) -> "BroadcastManager":
+        """A manager for `model` and `engine`, with the engine's dtype. No communication.
+
+        Args:
+            model: The training model, wrappers included (see `source_for`).
+            engine: A raw engine or torch module (see `receiver_for`), or an object that holds one as `.native`.
+            config: Bucket size, verification, checks.
+            group: Ranks that update together; the default group if None.
+            keep_fp32: Names never cast.
+
+        Raises:
+            UnsupportedCombination: The model or the engine cannot be served.
+            EngineNotReady: The engine is gone.
+        """
+        native = engine.native if hasattr(type(engine), "native") or hasattr(engine, "native") else engine
+        receiver = receiver_for(native)
+        dtype = receiver.dtype_policy() if isinstance(receiver, TypedReceiver) else None
+        source = source_for(model, dtype=dtype, keep_fp32=tuple(keep_fp32))
+        return cls(source, receiver, config, group=group, engine=None if native is engine else engine)
+
+    def broadcast_to_engine(self, version: int | None = None) -> SyncReport:
+        """Send everything, verify it, and raise the version. Collective over the manager's group.
+
+        Args:
+            version: Version that the engine shall have: the present one (a re-send) or a later one; by default the
+                next one.
+
+        Returns:
+            What was sent and what it cost.
+
+        Raises:
+            WeightSyncError: The same error on every rank; the receivers are unusable until a full update succeeds
+                (unless nothing had been written yet), and the version is what it was.
+        """
+        gate = EngineGate(self._engine, self.receiver, wake=self.config.on_asleep == "wake")
+        update = Update(self.source, self.receiver, self.config, gate, self._group)
+        wanted = self.version + 1 if version is None else version
+        report = update.run(wanted, at_least=self.version, finished=self._finished)
+        self.version = wanted
+        self._finished += 1
+        logger.info("%s", report)
+        return report

@@ -1,0 +1,17 @@
+"""Where weights go."""
+
+from rft_sync.receivers.module import ModuleReceiver
+from rft_sync.receivers.protocol import LoadHandle, ReadableReceiver, TypedReceiver, UpdateSession, WeightReceiver
+from rft_sync.receivers.recording import RecordingReceiver
+from rft_sync.receivers.selection import receiver_for
+
+__all__ = [
+    "LoadHandle",
+    "ModuleReceiver",
+    "ReadableReceiver",
+    "RecordingReceiver",
+    "TypedReceiver",
+    "UpdateSession",
+    "WeightReceiver",
+    "receiver_for",
+]

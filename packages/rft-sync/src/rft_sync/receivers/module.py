@@ -1,0 +1,159 @@
+"""A plain torch module as the engine: the embedded engine, a reference model, an averaged copy."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rft_sync.errors import EngineNotReady, IncompleteGroup, ManifestMismatch, ShapeMismatch, UnknownTensor
+from rft_sync.fusion import fused_groups
+from rft_sync.manifest import Manifest
+from rft_sync.parameters import Bucket, ParamMeta
+from rft_sync.receivers.destination import Destination, destinations, tied_names
+from rft_sync.receivers.protocol import UpdateSession
+
+
+class ModuleReceiver:
+    """Writes into the parameters and persistent buffers of `module`, in place and in the module's own dtypes.
+
+    The module may be wrapped, tied, or of another dtype than the trainer's; stacked experts are written through
+    views. Parameter identity is kept, so compiled code and CUDA graphs stay good.
+
+    Args:
+        module: The engine's module; this process holds it whole.
+        rename: Checkpoint name as sent -> checkpoint name as the module has it (see `PrefixMap`).
+        pad_vocabulary: Accept tensors with fewer rows than the module's; the rows beyond are set to zero.
+
+    Attributes:
+        session: Version and usability.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, rename: Callable[[str], str] | None = None, pad_vocabulary: bool = False
+    ) -> None:
+        self._module: nn.Module | None = module
+        self._rename = rename or str
+        self._pad_vocabulary = pad_vocabulary
+        self._places = destinations(module)
+        self._sent: dict[str, tuple[int, ...]] = {}
+        self.session = UpdateSession(f"ModuleReceiver({type(module).__name__})")
+
+    def expected(self) -> tuple[ParamMeta, ...]:
+        """What a full update must bring, in the module's own checkpoint names, shapes and dtypes."""
+        ties = tied_names(self._places)
+        return tuple(
+            ParamMeta(
+                name=name,
+                shape=place.shape,
+                dtype=place.live.tensor.dtype,
+                buffer=place.live.buffer,
+                alias_of=ties.get(name),
+            )
+            for name, place in self._places.items()
+        )
+
+    def dtype_policy(self) -> Mapping[str, torch.dtype] | None:
+        """The module's dtype by name; None under `rename`, where the sender cannot know the names."""
+        if self._rename is not str:
+            return None
+        return {name: place.live.tensor.dtype for name, place in self._places.items()}
+
+    def close(self) -> None:
+        """Let the module go; later updates are refused."""
+        self._module = None
+        self._places = {}
+
+    def start(self, manifest: Manifest) -> None:
+        """Compare `manifest` with the module.
+
+        Raises:
+            EngineNotReady: Closed, or inside an update.
+            UnknownTensor: Names that only one side has.
+            IncompleteGroup: A fused group that comes in part.
+            ShapeMismatch: Sizes, or integer against floating point.
+            ManifestMismatch: The module ties two tensors that are sent as different ones.
+        """
+        if self._module is None:
+            raise EngineNotReady("the receiving module is gone (closed); connect a new one")
+        self.session.require_full(manifest)
+        if manifest.kind != "full":
+            raise UnknownTensor("ModuleReceiver takes full weights; merge the adapter (MergedLoRASource)")
+        self._places = destinations(self._module)  # nothing of an earlier layout is remembered
+        self._check_names(manifest)
+        for meta in manifest.metadata:
+            self._check_fit(meta, self._places[self._rename(meta.name)])
+        self.session.open(manifest)
+        self._sent = {meta.name: meta.shape for meta in manifest.metadata}
+
+    def _check_names(self, manifest: Manifest) -> None:
+        sent = {self._rename(name): name for name in manifest.names}
+        unknown = sorted(name for renamed, name in sent.items() if renamed not in self._places)
+        if unknown:
+            raise UnknownTensor(f"the receiving module has no {unknown}; it has {len(self._places)} others", unknown)
+        ties = tied_names(self._places)
+        absent = sorted(name for name in self._places if name not in sent and ties.get(name) not in sent)
+        absent = [name for name in absent if not any(ties.get(other) == name for other in sent)]
+        for group in fused_groups(self._places):
+            parts = [name for name in group if name in absent]
+            if parts and len(parts) < len(group):
+                raise IncompleteGroup(
+                    f"fused group {group} is sent without {parts}; send it whole or not at all", parts
+                )
+        if absent:
+            raise UnknownTensor(f"the receiving module needs {absent}, which the source does not send", absent)
+        alias_of = {self._rename(meta.name): meta.alias_of for meta in manifest.metadata}
+        for name, original in ties.items():
+            if name in sent and original in sent and alias_of[name] is None and alias_of[original] is None:
+                raise ManifestMismatch(
+                    f"the receiving module ties {name} to {original}, the source sends them as two tensors; untie the "
+                    "module or tie the trainer's model",
+                    [name, original],
+                )
+
+    def _check_fit(self, meta: ParamMeta, place: Destination) -> None:
+        rows_only = meta.shape[1:] == place.shape[1:] and 0 < len(meta.shape) == len(place.shape)
+        padded = self._pad_vocabulary and rows_only and meta.shape[0] < place.shape[0]
+        if meta.shape != place.shape and not padded:
+            hint = (
+                "; pad_vocabulary=True zeroes the rows beyond" if rows_only and meta.shape[0] < place.shape[0] else ""
+            )
+            raise ShapeMismatch(
+                f"{meta.name} is {meta.shape} at the source and {place.shape} in the receiving module{hint}",
+                [meta.name],
+            )
+        target = place.live.tensor.dtype
+        if meta.dtype.is_floating_point != target.is_floating_point:
+            raise ShapeMismatch(f"{meta.name} is {meta.dtype} at the source and {target} in the module", [meta.name])
+
+    @torch.no_grad()
+    def load(self, bucket: Bucket) -> None:
+        """Copy the bucket into the module."""
+        self.session.count(bucket.names)
+        for name, tensor in bucket:
+            target = self._places[self._rename(name)].view()
+            if target.shape != tensor.shape:
+                target[tensor.shape[0] :].zero_()
+                target = target[: tensor.shape[0]]
+            target.copy_(tensor)
+
+    def finish(self, version: int) -> None:
+        """Check that everything came."""
+        self.session.check_complete()
+        self.session.close(version)
+
+    def abort(self, reason: str) -> None:
+        """Mark as unusable until a full update succeeds."""
+        self.session.abort(reason)
+
+    def readable(self) -> Sequence[str]:
+        """The names of the last update."""
+        return tuple(self._sent)
+
+    def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
+        """The tensor in the module's dtype."""
+        return (tensor.to(self._places[self._rename(name)].live.tensor.dtype),)
+
+    def read_back(self, name: str) -> Sequence[Tensor]:
+        """The rows of the live tensor that were sent."""
+        live = self._places[self._rename(name)].view()
+        return (live if tuple(live.shape) == self._sent[name] else live[: self._sent[name][0]],)

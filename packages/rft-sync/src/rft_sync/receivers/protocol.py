@@ -1,0 +1,177 @@
+"""What a receiver of weights must offer, and the state that every receiver keeps."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from rft_sync.errors import EngineNotReady, UnknownTensor
+from rft_sync.manifest import Manifest
+from rft_sync.parameters import Bucket
+
+
+class LoadHandle(Protocol):
+    """A load that goes on after `load` has returned."""
+
+    def wait(self) -> object:
+        """Return when the tensors of the bucket may be overwritten."""
+        ...
+
+
+@runtime_checkable
+class WeightReceiver(Protocol):
+    """The engine's side of an update, in the process of the trainer. One update: start, load..., finish or abort.
+
+    None of the methods may be collective over the trainer's ranks unless every rank's receiver is of that kind. An
+    error in any of them fails the update on every rank. A receiver that can be read back offers `ReadableReceiver` too.
+    """
+
+    def start(self, manifest: Manifest) -> None:
+        """Check that the engine can take `manifest`, before anything is sent.
+
+        Raises:
+            EngineNotReady: Asleep, generating, gone, or inside an update.
+            UnknownTensor: Names that the engine lacks, or needs and does not get.
+            ShapeMismatch: Sizes that do not fit.
+        """
+        ...
+
+    def load(self, bucket: Bucket) -> LoadHandle | None:
+        """Copy `bucket` into the engine. Its tensors are good until this returns, or until the handle is done."""
+        ...
+
+    def finish(self, version: int) -> None:
+        """Make the engine generate with the new weights: everything was loaded; reset caches. Sets the version."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """The update failed after `start` succeeded here, or after `finish`, when verification failed.
+
+        The engine's weights are undefined until a full update succeeds, unless nothing was loaded yet.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadableReceiver(Protocol):
+    """A receiver whose weights can be read again, for verification."""
+
+    def readable(self) -> Sequence[str]:
+        """Names whose content can be read back on this rank."""
+        ...
+
+    def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
+        """The pieces of the sent `tensor` that this rank's engine holds, in the engine's dtype."""
+        ...
+
+    def read_back(self, name: str) -> Sequence[Tensor]:
+        """The live pieces, in the order of `expected_parts`."""
+        ...
+
+
+@runtime_checkable
+class TypedReceiver(Protocol):
+    """A receiver that knows the dtypes of its engine, so that the sender can cast before it gathers."""
+
+    def dtype_policy(self) -> torch.dtype | Mapping[str, torch.dtype] | None:
+        """Engine dtype of all floating-point weights, or by checkpoint name."""
+        ...
+
+
+class UpdateSession:
+    """Where a receiver stands: idle, inside an update, or unusable. Kept by every receiver of this package.
+
+    Attributes:
+        version: Version of the last finished update; None before the first.
+        usable: False from the start of an update until it is finished.
+        reason: Why it is not usable.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._manifest: Manifest | None = None
+        self._loaded: set[str] = set()
+        self._before = (True, "")
+        self.version: int | None = None
+        self.usable = True
+        self.reason = ""
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """What the open update carries."""
+        return self._manifest
+
+    def open(self, manifest: Manifest) -> None:
+        """Begin an update.
+
+        Raises:
+            EngineNotReady: One is open already.
+        """
+        if self._manifest is not None:
+            raise EngineNotReady(f"{self._owner} is inside an update; finish or abort it before starting another")
+        self._manifest, self._loaded = manifest, set()
+        self._before = (self.usable, self.reason)
+        self.usable, self.reason = False, "an update is open"
+
+    def count(self, names: Iterable[str]) -> None:
+        """Note names that were loaded.
+
+        Raises:
+            EngineNotReady: No update is open.
+            UnknownTensor: A name that the manifest does not list.
+        """
+        if self._manifest is None:
+            raise EngineNotReady(f"{self._owner} got a bucket outside an update; call start(manifest) first")
+        names = list(names)
+        unknown = sorted(set(names) - set(self._manifest.names))
+        if unknown:
+            raise UnknownTensor(f"{self._owner} got tensors that the manifest does not list: {unknown}", unknown)
+        self._loaded.update(names)
+
+    def check_complete(self) -> None:
+        """All of the manifest was loaded.
+
+        Raises:
+            EngineNotReady: No update is open.
+            UnknownTensor: Names that never came.
+        """
+        if self._manifest is None:
+            raise EngineNotReady(f"{self._owner} has no open update to finish; call start(manifest) first")
+        absent = [name for name in self._manifest.names if name not in self._loaded]
+        if absent:
+            raise UnknownTensor(
+                f"{self._owner} was promised {len(self._manifest.names)} tensors and got {len(self._loaded)}; "
+                f"absent: {absent}",
+                absent,
+            )
+
+    @property
+    def loaded(self) -> int:
+        """Number of names loaded in the update that is open or was the last."""
+        return len(self._loaded)
+
+    def close(self, version: int) -> None:
+        """The update is finished."""
+        self._manifest = None
+        self.version, self.usable, self.reason = version, True, ""
+
+    def abort(self, reason: str) -> None:
+        """The update failed, or a finished one did not stand verification.
+
+        An update that was opened and loaded nothing has changed nothing: then the receiver is what it was before.
+        """
+        untouched = self._manifest is not None and not self._loaded
+        self._manifest = None
+        self.usable, self.reason = self._before if untouched else (False, reason)
+
+    def require_full(self, manifest: Manifest) -> None:
+        """An adapter cannot repair undefined base weights.
+
+        Raises:
+            EngineNotReady: The last update failed and this one carries an adapter only.
+        """
+        if not self.usable and self._manifest is None and manifest.kind != "full":
+            raise EngineNotReady(
+                f"{self._owner} holds undefined weights ({self.reason}); send the full weights before an adapter"
+            )

@@ -1,0 +1,32 @@
+"""Which receiver fits an engine."""
+
+from typing import Any
+
+from torch import nn
+
+from rft_sync.errors import EngineNotReady, UnsupportedCombination
+from rft_sync.receivers.module import ModuleReceiver
+from rft_sync.receivers.protocol import WeightReceiver
+
+
+def receiver_for(native: Any) -> WeightReceiver:
+    """The receiver for a raw engine, told by its class and never by importing engines.
+
+    Args:
+        native: A torch module, a `vllm.LLM`, a `sglang.Engine`, or a receiver (returned as it is).
+
+    Raises:
+        EngineNotReady: None was given: the engine is closed or was never made.
+        UnsupportedCombination: Anything else.
+    """
+    if native is None:
+        raise EngineNotReady("the engine is gone (None); create it before connecting")
+    if isinstance(native, nn.Module):
+        return ModuleReceiver(native)
+    if isinstance(native, WeightReceiver):
+        return native
+    kinds = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(native).__mro__}
+    raise UnsupportedCombination(
+        f"{'/'.join(sorted(kinds - {'builtins.object'}))} and receiver_for: give a torch module, vllm.LLM, "
+        "sglang.Engine or a WeightReceiver (start, load, finish, abort)"
+    )

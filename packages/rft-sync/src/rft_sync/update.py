@@ -1,0 +1,209 @@
+"""One update from plan to report: the order of the steps, and what happens when one fails."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rft_sync.agreement import agree_on_digest, raise_together
+from rft_sync.errors import ManifestMismatch, NonFiniteWeight
+from rft_sync.gate import EngineGate
+from rft_sync.manifest import Manifest, build_manifest
+from rft_sync.parameters import Bucket
+from rft_sync.receivers.protocol import WeightReceiver
+from rft_sync.report import SyncReport
+from rft_sync.sources.protocol import ParameterSource
+from rft_sync.verification import ReadBackCheck, Verification, rotating_sample
+
+if TYPE_CHECKING:
+    from rft_sync.manager import BroadcastConfig
+
+
+def check_finite(tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse NaN and Inf.
+
+    Raises:
+        NonFiniteWeight: Lists the tensors.
+    """
+    floats = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    if not floats:
+        return
+    # A sum carries NaN and Inf on; an overflow of the sum itself is told apart by the second look.
+    sums = torch.stack([t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for _, t in floats])
+    suspects = [floats[index] for index in torch.nonzero(~torch.isfinite(sums)).flatten().tolist()]
+    wrong = [name for name, tensor in suspects if not bool(torch.isfinite(tensor).all())]
+    if wrong:
+        raise NonFiniteWeight(
+            f"NaN or Inf in {wrong}; the update is refused (check_finite=False sends them all the same)", wrong
+        )
+
+
+class Update:
+    """One update. Collective over `group`; see `BroadcastManager.broadcast_to_engine`."""
+
+    def __init__(
+        self,
+        source: ParameterSource,
+        receiver: WeightReceiver,
+        config: "BroadcastConfig",
+        gate: EngineGate,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._source = source
+        self._receiver = receiver
+        self._config = config
+        self._gate = gate
+        self._group = group
+        self._seconds = dict.fromkeys(("wake", "gather", "cast", "load", "finish", "verify", "total"), 0.0)
+        self._prepared = False
+        self._started = False
+        self._delivered = 0
+
+    def run(self, version: int, *, at_least: int, finished: int) -> SyncReport:
+        """Plan, start, send, finish, verify; abort on every rank if any of it fails on one."""
+        begin = time.perf_counter()
+        _call(self._source, "reset_statistics")
+        try:
+            manifest = self._agreed_manifest(version, at_least)
+            self._together(lambda: self._start(manifest))
+            names = () if self._config.verify == "off" else manifest.names
+            sampled = (
+                names if self._config.verify == "all" else rotating_sample(names, finished, self._config.verify_sample)
+            )
+            check = ReadBackCheck(self._receiver, sampled)
+            self._send(manifest, check)
+            self._timed("finish", lambda: self._together(lambda: self._receiver.finish(version)))
+            verification: list[Verification] = []
+            self._together(lambda: verification.append(check.compare()))
+            self._together(lambda: self._gate.finish(version))
+        except BaseException as error:
+            self._abort(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            _call(self._source, "release")
+        self._seconds["verify"] = verification[0].seconds
+        self._seconds["total"] = time.perf_counter() - begin
+        return self._report(version, manifest, verification[0])
+
+    def _agreed_manifest(self, version: int, at_least: int) -> Manifest:
+        """The manifest that all ranks planned. Collective over the group."""
+        manifest: Manifest | None = None
+        error: Exception | None = None
+        try:
+            if version < at_least:
+                raise ManifestMismatch(
+                    f"version {version} is older than the engine's {at_least}; versions never fall, give {at_least} to "
+                    "send the same weights again"
+                )
+            manifest = build_manifest(
+                self._source.metadata(),
+                bucket_bytes=self._config.bucket_bytes,
+                groups=self._config.fused_groups,
+                kind=getattr(self._source, "kind", "full"),
+            )
+            manifest.buckets()
+        except Exception as found:  # noqa: BLE001 -- raised on every rank by the agreement
+            error = found
+        digest = None if manifest is None else f"{manifest.digest}@{version}"
+        agree_on_digest(digest, error, self._group)
+        assert manifest is not None
+        return manifest
+
+    def _together(self, step: Callable[[], object]) -> None:
+        """Do a local step, then raise its error on every rank. Collective over the group."""
+        error: Exception | None = None
+        try:
+            step()
+        except Exception as found:  # noqa: BLE001 -- raised on every rank by the agreement
+            error = found
+        raise_together(error, self._group)
+
+    def _timed(self, phase: str, step: Callable[[], object]) -> None:
+        begin = time.perf_counter()
+        step()
+        self._seconds[phase] += time.perf_counter() - begin
+
+    def _start(self, manifest: Manifest) -> None:
+        self._prepared = True
+        self._timed("wake", self._gate.prepare)
+        self._receiver.start(manifest)
+        self._started = True
+
+    def _send(self, manifest: Manifest, check: ReadBackCheck) -> None:
+        """Gather and load all buckets. Collective over the source's groups and the manager's group.
+
+        A rank that fails goes on gathering, so that the others do not wait for it; all of them raise at the end.
+        """
+        error: Exception | None = None
+        for bucket in manifest.buckets():
+            begin = time.perf_counter()
+            try:
+                with self._source.gather(bucket.names) as tensors:
+                    self._seconds["gather"] += time.perf_counter() - begin
+                    if error is None:
+                        self._deliver(bucket.filled(tensors), check)
+            except Exception as found:  # noqa: BLE001 -- raised on every rank below
+                error = error or found
+        raise_together(error, self._group)
+
+    def _deliver(self, bucket: Bucket, check: ReadBackCheck) -> None:
+        unique = [(meta.name, bucket.tensors[meta.name]) for meta in bucket.metadata if meta.alias_of is None]
+        if self._config.check_finite:
+            check_finite(unique)
+        for name, tensor in bucket:
+            check.note(name, tensor)
+        begin = time.perf_counter()
+        handle = self._receiver.load(bucket)
+        if handle is not None:
+            handle.wait()  # the bucket's memory is overwritten by the next gather
+        self._seconds["load"] += time.perf_counter() - begin
+        for name, tensor in bucket:
+            check.note_parts(name, tensor)
+        self._delivered += len(bucket)
+
+    def _abort(self, reason: str) -> None:
+        if self._started:
+            self._receiver.abort(reason)
+        if self._prepared:
+            self._gate.abort(reason)
+
+    def _report(self, version: int, manifest: Manifest, verification: Verification) -> SyncReport:
+        statistics = _call(self._source, "statistics")
+        expected = _call(self._receiver, "expected")
+        cast = statistics.cast_seconds if statistics is not None else 0.0
+        self._seconds["cast"] = cast
+        self._seconds["gather"] = max(0.0, self._seconds["gather"] - cast)
+        session = getattr(self._receiver, "session", None)
+        aliases = sum(meta.alias_of is not None for meta in manifest.metadata)
+        buffers = sum(meta.buffer and meta.alias_of is None for meta in manifest.metadata)
+        casts = statistics.casts if statistics is not None else {}
+        return SyncReport(
+            version=version,
+            tensors_sent=len(manifest.names),
+            tensors_loaded=self._delivered if session is None else session.loaded,
+            tensors_expected=len(manifest.names) if expected is None else len(expected),
+            parameters=len(manifest.names) - aliases - buffers,
+            buffers=buffers,
+            aliases=aliases,
+            skipped_buffers=len(statistics.skipped_buffers) if statistics is not None else 0,
+            nbytes=manifest.nbytes,
+            seconds=dict(self._seconds),
+            gigabytes_per_second=manifest.nbytes / 1e9 / max(self._seconds["total"], 1e-9),
+            peak_extra_bytes=statistics.peak_extra_bytes if statistics is not None else 0,
+            fingerprint=verification.fingerprint,
+            tensors_verified=len(verification.names),
+            casts={f"{_short(a)}->{_short(b)}": count for (a, b), count in casts.items()},
+        )
+
+
+def _call(target: object, method: str) -> Any:
+    """Call an optional method; None where the object lacks it."""
+    found = getattr(target, method, None)
+    return found() if callable(found) else None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,80 @@
+"""DeepSpeed sources: stages 1, 2 and 3 equal a plain model trained alike."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from rft_sync import BroadcastConfig, BroadcastManager, RecordingReceiver, ZeroSource, source_for
+from rft_sync.testing import spawn_ranks
+
+
+class Net(nn.Module):
+    """Sizes that two ranks cannot share evenly, a tie, a persisted small parameter, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 7)
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(7, 7), nn.Linear(7, 3), nn.Linear(7, 3)
+        self.norm = nn.LayerNorm(7)
+        self.head = nn.Linear(7, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("bias", torch.ones(2))
+
+    def forward(self, ids):
+        hidden = self.norm(self.embed(ids))
+        hidden = self.q_proj(hidden) + self.k_proj(hidden).sum() + self.v_proj(hidden).sum()
+        return self.head(hidden).pow(2).mean()
+
+
+def _zero(rank, stage):
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    torch.manual_seed(0)
+    model = Net()
+    torch.manual_seed(0)
+    plain = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 8},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    source = source_for(engine)
+    assert isinstance(source, ZeroSource)
+    receiver = RecordingReceiver()
+    manager = BroadcastManager(source, receiver, BroadcastConfig(bucket_bytes=128, verify="all"))
+    ids = torch.tensor([[1, 2, 8]])
+    reports = []
+    for _ in range(2):
+        engine.backward(engine(ids))
+        engine.step()
+        plain(ids).backward()
+        reference.step()
+        reference.zero_grad()
+        reports.append(manager.broadcast_to_engine())
+        expected = plain.state_dict()
+        assert set(receiver.tensors) == set(expected)
+        for name, value in expected.items():
+            assert receiver.tensors[name].shape == value.shape, name
+            torch.testing.assert_close(receiver.tensors[name], value, rtol=1e-5, atol=1e-6)
+        assert receiver.tensors["head.weight"] is receiver.tensors["embed.weight"]
+    if stage == 3:  # nothing of the gathers stays: only persisted parameters are available
+        gathered = [p.ds_id for p in model.parameters() if p.ds_status.name == "AVAILABLE" and not p.ds_persist]
+        assert gathered == []
+    return [report.fingerprint for report in reports]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_stages_equal_a_plain_model(stage):
+    pytest.importorskip("deepspeed")
+    results = spawn_ranks(_zero, 2, stage, timeout_seconds=280)
+    assert results[0] == results[1]
+    first, second = results[0]
+    assert first != second

@@ -60,7 +60,7 @@ def make_backend(kind):
 def full_weights(state):
     from rft_sync import source_for
 
-    source = source_for(state.module, submodule="model")
+    source = source_for(state.checkpoint_module)
     names = [meta.name for meta in source.metadata()]
     with source.gather(names) as tensors:
         return {name: tensors[name].detach().clone() for name in NAMES}

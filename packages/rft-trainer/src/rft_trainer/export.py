@@ -24,7 +24,6 @@ def export_model(
     *,
     group: dist.ProcessGroup | None,
     max_file_bytes: int = 2 * 2**30,
-    submodule: str = "model",
 ) -> None:
     """Write `state`'s weights under checkpoint names, tied weights once, with config and tokenizer.
 
@@ -33,7 +32,8 @@ def export_model(
     Raises:
         CheckpointError: on every rank, when rank 0 cannot write.
     """
-    source = source_for(state.module, submodule=submodule)
+    state.release_gathered()
+    source = source_for(state.checkpoint_module)
     metadata = [meta for meta in source.metadata() if meta.alias_of is None]
     writing = dist.get_rank() == 0
     partial = folder.with_name(f".{folder.name}.partial")
@@ -43,8 +43,7 @@ def export_model(
         name = f"model-{number:05d}.safetensors"
         _agreed(lambda name=name, tensors=tensors: _save(partial / name, tensors), writing, folder, group)  # type: ignore[misc]
         files.update(dict.fromkeys(names, name))
-    network: Any = state.network.get_submodule(submodule)
-    _agreed(lambda: _finish(partial, folder, network, tokenizer, files, metadata), writing, folder, group)
+    _agreed(lambda: _finish(partial, folder, state.checkpoint_module, tokenizer, files, metadata), writing, folder, group)
 
 
 def _files(

@@ -29,7 +29,8 @@ class WorldDataParallel:
 
     def reduce_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """One fused reduction of named metrics. Collective over the world."""
-        return all_reduce_metrics(metrics, self._group)
+        reduced = all_reduce_metrics(metrics, self._group)
+        return {name: value for name, value in reduced.items() if isinstance(value, float)}
 
     def micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Indices by micro-batch, the same number on every rank. Collective over the world."""

@@ -56,7 +56,7 @@ class DeepspeedBackend:
         engine, wrapped, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self._settings(config.max_norm), dist_init_required=False
         )
-        return TrainState(engine, engine.module, wrapped, scheduler, config)
+        return TrainState(engine, engine.module, wrapped, scheduler, config, release_gathered=lambda: None)
 
     def prepare_frozen(self, model: nn.Module) -> nn.Module:
         """A model that is only scored: sharded at stage 3, whole on each rank below. Collective over the world."""

@@ -37,21 +37,23 @@ class FSDPBackend:
         """Shard and build the optimiser over the local shards. Collective over the world."""
         self._shard(model)
         optimizer = build_adamw(model, config.adamw)
-        return TrainState(model, model, optimizer, build_schedule(optimizer, config.schedule), config)
+        schedule = build_schedule(optimizer, config.schedule)
+        return TrainState(model, model, optimizer, schedule, config, release_gathered=model.reshard)  # type: ignore[arg-type]
 
     def prepare_frozen(self, model: nn.Module) -> nn.Module:
         """Shard a model that is only scored. Collective over the world."""
         model.requires_grad_(False).eval()
-        self._shard(model)
+        self._shard(model, reshard_root=True)
         return model
 
-    def _shard(self, model: nn.Module) -> None:
+    def _shard(self, model: nn.Module, *, reshard_root: bool = False) -> None:
         if self._mesh is None:
             self._mesh = init_device_mesh(self._device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         model.to(self._device)
         for block in transformer_blocks(model):
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy)
-        fully_shard(model, mesh=self._mesh, mp_policy=self._policy)
+        # A root that will run backward keeps its weights for it; one that is only scored gives them back.
+        fully_shard(model, mesh=self._mesh, mp_policy=self._policy, reshard_after_forward=reshard_root)
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, summed over ranks. Collective over the world."""

@@ -1,6 +1,6 @@
 """Narrow protocols between the trainer and the machinery of a backend."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ class TrainState:
     """A model under training, as its backend wraps it.
 
     module: what is called; a DeepSpeedEngine or an FSDP2 module.
-    network: the unwrapped nn.Module with the parameters (sharded ones under FSDP2 and ZeRO-3).
+    network: the Actor with the parameters (sharded ones under FSDP2 and ZeRO-3).
     optimizer: the object whose `param_groups` hold the learning rate.
     scheduler: steps once for each optimiser step that was not skipped.
     """
@@ -27,6 +27,13 @@ class TrainState:
     optimizer: Any
     scheduler: Any
     config: OptimizerConfig
+    release_gathered: Callable[[], None]
+    """Frees whole copies of parameters that a forward without backward leaves behind. No communication."""
+
+    @property
+    def checkpoint_module(self) -> nn.Module:
+        """The Hugging Face model inside the Actor."""
+        return self.network.get_submodule("model")
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,9 @@ class RolloutRuntime(Protocol):
 
     def update_engine_weights(self, state: TrainState) -> Any:
         """Send the actor's weights; returns the SyncReport. Collective over the world."""
+
+    def resume(self, version: int) -> None:
+        """Give the next sync this version."""
 
     def awake(self) -> AbstractContextManager[None]:
         """Engine ready to generate inside, asleep afterwards when sleep is enabled."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from rft_dist import RolloutGroups
 from rft_engines import Generation, GenerationRequest, RolloutEngine, SamplingParams, gather_and_generate
-from rft_sync import BroadcastManager, SyncReport
+from rft_sync import BroadcastConfig, BroadcastManager, SyncReport
 
 from rft_trainer.errors import StaleWeightsError
 from rft_trainer.strategy.protocols import TrainState
@@ -29,6 +29,7 @@ class EngineRuntime:
         self._manager: BroadcastManager | None = None
         self._updates = 0
         self._synced_at: int | None = None
+        self._resumed_version: int | None = None
 
     @property
     def engine(self) -> RolloutEngine:
@@ -64,22 +65,25 @@ class EngineRuntime:
             )
         return gather_and_generate(self._engine, list(requests), sampling, self._groups)
 
-    def update_engine_weights(self, state: TrainState, *, submodule: str = "model") -> SyncReport:
-        """Send the actor's weights, verify them and raise the engine's version. Collective over the world."""
+    def update_engine_weights(self, state: TrainState) -> SyncReport:
+        """Send the actor's weights, verify them and raise the engine's version. Collective over the world.
+
+        Raises:
+            WeightSyncError: on every rank; the engine then refuses to generate until an update succeeds.
+        """
+        state.release_gathered()
         if self._manager is None:
-            self._manager = BroadcastManager.connect(state.module, self._engine.native, submodule=submodule)
-        self._engine.wake_up(("weights",))
-        self._engine.begin_weight_update()
-        try:
-            report = self._manager.broadcast_to_engine()
-        except BaseException as error:
-            self._engine.abort_weight_update(f"{type(error).__name__}: {error}")
-            raise
-        self._engine.finish_weight_update(report.version)
+            self._manager = BroadcastManager.connect(
+                state.checkpoint_module, self._engine, BroadcastConfig(on_asleep="wake")
+            )
+        report = self._manager.broadcast_to_engine(self._resumed_version)
+        self._resumed_version = None
         self._synced_at = self._updates
-        if self._enable_sleep:
-            self._engine.sleep()
         return report
+
+    def resume(self, version: int) -> None:
+        """Give the next sync the version that the engine had when the checkpoint was written."""
+        self._resumed_version = version
 
     @contextmanager
     def awake(self) -> Iterator[None]:

@@ -144,4 +144,5 @@ class PPOTrainer:
     def resume(self, state: TrainerState) -> None:
         """Continue after the step that `state` was saved at."""
         self.finished_steps = state.step
+        self.runtime.resume(state.weights_version)
         self.sampler.load_state_dict(state.sampler)

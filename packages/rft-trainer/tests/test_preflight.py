@@ -1,0 +1,73 @@
+"""What one rank can find out alone, before any process talks to another."""
+
+import pytest
+from rft_dist import TorchrunEnvironment
+from rft_trainer.config import RFTConfig
+from rft_trainer.errors import ConfigurationError
+from rft_trainer.preflight import RUN_MARKER, claim_output, preflight
+from rft_trainer.testing import tiny_model_folder
+
+
+@pytest.fixture
+def good(tmp_path):
+    folder = tiny_model_folder(tmp_path / "model")
+    return {"pretrain": str(folder), "dataset": "x.jsonl", "fsdp": True, "output_dir": tmp_path / "run"}
+
+
+def world(size):
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    return TorchrunEnvironment.from_environ({**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
+
+
+def test_a_good_configuration_passes(good):
+    preflight(RFTConfig(**good), world(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "words"),
+    [
+        ({"engine_tp_size": 3}, 2, ("3", "2")),
+        ({"rollout_batch_size": 3}, 2, ("rollout_batch_size is 3", "multiple of 2")),
+        ({"train_batch_size": 1}, 2, ("train_batch_size is 1", "multiple of 2")),
+        ({"n_samples_per_prompt": 1}, 1, ("group_norm", "n_samples_per_prompt >= 2")),
+        ({"advantage_estimator": "grpoo"}, 1, ("grpoo", "group_norm")),
+        ({"advantage_estimator": "gae"}, 1, ("gae", "critic")),
+        ({"policy_loss": "pppo"}, 1, ("pppo", "ppo")),
+        ({"kl_estimator": "k4"}, 1, ("k4", "k3")),
+        ({"engine_type": "sglang"}, 1, ("SGLang", "--extra sglang")),
+        ({"pretrain": None}, 1, ("pretrain is not set",)),
+        ({"pretrain": "/no/such/folder"}, 1, ("/no/such/folder", "no such folder")),
+        ({"output_dir": "/proc/nothing/here"}, 1, ("/proc", "cannot be written")),
+    ],
+)
+def test_each_problem_is_named(good, change, size, words):
+    with pytest.raises(ConfigurationError) as caught:
+        preflight(RFTConfig(**{**good, **change}), world(size))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_all_problems_at_once(good):
+    config = RFTConfig(**{**good, "policy_loss": "pppo", "rollout_batch_size": 3, "pretrain": "/no/such/folder"})
+    with pytest.raises(ConfigurationError) as caught:
+        preflight(config, world(2))
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_an_earlier_run_is_never_overwritten_unasked(good):
+    config = RFTConfig(**good)
+    claim_output(config)
+    (config.output_dir / RUN_MARKER).write_text("{}")
+    with pytest.raises(ConfigurationError, match="already holds a run"):
+        preflight(config, world(1))
+    claim_output(RFTConfig(**good, overwrite=True))
+    assert list(config.output_dir.iterdir()) == []
+
+
+def test_a_folder_that_is_no_run_is_never_deleted(good):
+    config = RFTConfig(**good, overwrite=True)
+    config.output_dir.mkdir()
+    (config.output_dir / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigurationError, match="no run wrote"):
+        claim_output(config)
+    assert (config.output_dir / "thesis.txt").exists()

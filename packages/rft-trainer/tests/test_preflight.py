@@ -1,5 +1,7 @@
 """What one rank can find out alone, before any process talks to another."""
 
+from pathlib import Path
+
 import pytest
 from rft_dist import TorchrunEnvironment
 from rft_trainer.config import RFTConfig
@@ -29,7 +31,7 @@ def test_a_good_configuration_passes(good):
         ({"engine_tp_size": 3}, 2, ("3", "2")),
         ({"rollout_batch_size": 3}, 2, ("rollout_batch_size is 3", "multiple of 2")),
         ({"train_batch_size": 1}, 2, ("train_batch_size is 1", "multiple of 2")),
-        ({"n_samples_per_prompt": 1}, 1, ("group_norm", "n_samples_per_prompt >= 2")),
+        ({"n_samples_per_prompt": 1}, 1, ("group_norm", "n_samples_per_prompt must be >= 2, got 1")),
         ({"advantage_estimator": "grpoo"}, 1, ("grpoo", "group_norm")),
         ({"advantage_estimator": "gae"}, 1, ("gae", "critic")),
         ({"policy_loss": "pppo"}, 1, ("pppo", "ppo")),
@@ -37,7 +39,7 @@ def test_a_good_configuration_passes(good):
         ({"engine_type": "sglang"}, 1, ("SGLang", "--extra sglang")),
         ({"pretrain": None}, 1, ("pretrain is not set",)),
         ({"pretrain": "/no/such/folder"}, 1, ("/no/such/folder", "no such folder")),
-        ({"output_dir": "/proc/nothing/here"}, 1, ("/proc", "cannot be written")),
+        ({"output_dir": Path("/proc/nothing/here")}, 1, ("/proc", "cannot be written")),
     ],
 )
 def test_each_problem_is_named(good, change, size, words):

@@ -168,10 +168,11 @@ class RFTConfig:
 
     def __post_init__(self) -> None:
         problems = [*self._range_problems(), *self._batch_problems()]
-        try:
-            self.actor_optimizer()
-        except ValueError as problem:
-            problems.append(str(problem))
+        if self.train_batch_size is None or self.train_batch_size >= 1:
+            try:
+                self.actor_optimizer()
+            except ValueError as problem:
+                problems.append(str(problem))
         if problems:
             raise ConfigurationError("\n".join(problems))
 
@@ -221,7 +222,9 @@ class RFTConfig:
     @property
     def updates_per_step(self) -> int:
         """Optimiser steps after one rollout."""
-        return self.max_epochs * (self.samples_per_step // (self.train_batch_size or self.samples_per_step))
+        if self.train_batch_size is None:
+            return self.max_epochs
+        return self.max_epochs * (self.samples_per_step // self.train_batch_size)
 
     def actor_optimizer(self) -> OptimizerConfig:
         """The part that the actor's optimiser is built from."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from rft_dist.testing import run_ranks
 from rft_trainer.config import OptimizerConfig
-from rft_trainer.models import Actor, load_causal_model
+from rft_trainer.models import Actor, load_causal_model, padded_layout
 from rft_trainer.optim import AdamWConfig, ScheduleConfig
 from rft_trainer.testing import tiny_model_folder
 
@@ -26,14 +26,12 @@ def rows():
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(0, 256, (ROWS, LENGTH), generator=generator)
     weights = torch.randn(ROWS, generator=generator)
-    marks = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
-    marks[:, PROMPT:] = True
-    return ids, marks, weights
+    return ids, weights
 
 
-def loss_of(module, ids, marks, weights):
+def loss_of(module, ids, weights):
     """This part's share of the weighted mean over all response tokens of all rows."""
-    scores = module(ids, torch.ones_like(marks), marks)
+    scores = module(padded_layout(list(ids[:, :PROMPT]), list(ids[:, PROMPT:]), pad_token_id=0))
     return -(scores.log_probs * weights[:, None]).sum() / (ROWS * (LENGTH - PROMPT))
 
 
@@ -69,11 +67,11 @@ def full_weights(state):
 def train(rank, world, folder, kind, micro, steps, max_norm, poison_step):
     backend = make_backend(kind)
     state = backend.prepare(Actor(load_causal_model(folder)), optimizer(max_norm))
-    ids, marks, weights = rows()
+    ids, weights = rows()
     mine = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
     reports = []
     for step in range(steps):
-        parts = list(zip(*(t[mine].split(micro) for t in (ids, marks, weights)), strict=True))
+        parts = list(zip(*(t[mine].split(micro) for t in (ids, weights)), strict=True))
         for number, part in enumerate(parts):
             loss = loss_of(state.module, *part)
             if step == poison_step and rank == world - 1 and number == 0:

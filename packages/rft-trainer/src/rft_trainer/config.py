@@ -127,6 +127,8 @@ class RFTConfig:
     """Responses per forward and backward on one rank."""
     max_tokens_per_micro_batch: int | None = None
     """Token budget of a micro-batch instead of a count of responses."""
+    share_prompts: bool = False
+    """Put the responses of a group side by side behind their prompt: same numbers, fewer tokens when prompts are long."""
 
     # -- optimiser
     actor_learning_rate: float = 1e-6
@@ -206,6 +208,11 @@ class RFTConfig:
 
     def _batch_problems(self) -> list[str]:
         samples = self.rollout_batch_size * self.n_samples_per_prompt
+        if self.share_prompts and self.max_tokens_per_micro_batch is not None:
+            return [
+                f"share_prompts and max_tokens_per_micro_batch {self.max_tokens_per_micro_batch}: a token budget takes "
+                "groups apart; use micro_train_batch_size"
+            ]
         if self.train_batch_size is not None and self.train_batch_size >= 1 and samples % self.train_batch_size:
             return [
                 f"train_batch_size is {self.train_batch_size}, which does not divide the {samples} responses of a step "

@@ -12,6 +12,7 @@ from rft_trainer.algorithms import LossOptions
 from rft_trainer.checkpoint import CheckpointStore
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import PromptRecord
+from rft_trainer.experience.experience import Collator
 from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
 from rft_trainer.preflight import RUN_MARKER
@@ -35,7 +36,13 @@ def build_trainer(
 ) -> PPOTrainer:
     """A trainer ready to `fit`; resumed when the configuration names a checkpoint. Collective over the world."""
     planner = MicroBatchPlanner(
-        strategy.data, responses=config.micro_train_batch_size, max_tokens=config.max_tokens_per_micro_batch
+        strategy.data,
+        responses=config.micro_train_batch_size,
+        max_tokens=config.max_tokens_per_micro_batch,
+        keep_order=config.share_prompts,
+    )
+    collator = Collator(
+        pad_token_id=tokenizer.pad_token_id, device=strategy.device, share_prompts=config.share_prompts
     )
     maker = FastExperienceMaker(
         runtime=strategy.runtime,
@@ -44,8 +51,7 @@ def build_trainer(
         estimator=config.advantage_estimator,
         estimator_options={},
         planner=planner,
-        pad_token_id=tokenizer.pad_token_id,
-        device=strategy.device,
+        collator=collator,
         # One update per rollout: its own forward, detached, is the old policy.
         score_with_actor=config.updates_per_step > 1,
         base_seed=config.seed,
@@ -55,7 +61,7 @@ def build_trainer(
         backend=strategy.backend,
         data=strategy.data,
         planner=planner,
-        pad_token_id=tokenizer.pad_token_id,
+        collator=collator,
         on_step=strategy.runtime.note_update,
     )
     main = strategy.data.rank == 0
@@ -80,7 +86,7 @@ def build_trainer(
             max_new_tokens=config.generate_max_len,
         ),
         loggers=_loggers(config) if main else (),
-        progress=Console(enabled=main),
+        progress=Console(enabled=main, total_steps=config.max_steps),
         keep_rollouts=RolloutWriter(
             config.output_dir / "rollouts", rank=strategy.data.rank, max_bytes=int(config.rollouts_max_mib * 2**20)
         ).write,
@@ -106,6 +112,7 @@ def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
         kl_estimator=config.kl_estimator,
         epochs=config.max_epochs,
         mini_batch_size=(config.train_batch_size or config.samples_per_step) // data_size,
+        keep_groups=config.share_prompts,
         seed=config.seed,
     )
 

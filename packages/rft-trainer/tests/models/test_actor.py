@@ -3,11 +3,17 @@
 import pytest
 import torch
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
-from rft_trainer.models import Actor, load_causal_model
+from rft_trainer.models import Actor, load_causal_model, padded_layout, shared_prompt_layout
 from rft_trainer.testing import tiny_model_folder
 from torch import nn
 
-ROWS = [([5, 6, 7], [8, 9]), ([11, 12], [13, 14, 15, 16])]
+# Two groups; one response is empty.
+ROWS = [([5, 6, 7], [8, 9]), ([5, 6, 7], []), ([5, 6, 7], [40]), ([11, 12], [13, 14, 15, 16]), ([11, 12], [13, 90])]
+LAYOUTS = {
+    "right": padded_layout,
+    "left": lambda prompts, responses, pad: padded_layout(prompts, responses, pad, side="left"),
+    "shared": shared_prompt_layout,
+}
 
 
 @pytest.fixture(scope="module")
@@ -15,57 +21,61 @@ def folder(tmp_path_factory):
     return str(tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny"))
 
 
-def padded(side):
-    width = max(len(p) + len(r) for p, r in ROWS)
-    ids, real, marks = [], [], []
-    for prompt, response in ROWS:
-        pad = width - len(prompt) - len(response)
-        row = [*prompt, *response]
-        mark = [False] * len(prompt) + [True] * len(response)
-        before, after = (pad, 0) if side == "left" else (0, pad)
-        ids.append([0] * before + row + [0] * after)
-        real.append([False] * before + [True] * len(row) + [False] * after)
-        marks.append([False] * before + mark + [False] * after)
-    return torch.tensor(ids), torch.tensor(real), torch.tensor(marks)
+def layout(kind):
+    return LAYOUTS[kind]([torch.tensor(p) for p, _ in ROWS], [torch.tensor(r, dtype=torch.long) for _, r in ROWS], 257)
 
 
 def naive(model, temperature=1.0):
     """Each row alone, full logits, log-softmax."""
     found = []
     for prompt, response in ROWS:
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
         log_softmax = (logits / temperature).log_softmax(-1)
-        scores = log_softmax.gather(1, torch.tensor(response)[:, None]).squeeze(1)
+        scores = log_softmax.gather(1, torch.tensor(response, dtype=torch.long)[:, None]).squeeze(1)
         found.append((scores, -(log_softmax.exp() * log_softmax).sum(-1)))
     return found
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_scores_equal_full_logits_whatever_the_padding_side(folder, side, temperature):
+def test_scores_equal_full_logits_in_every_layout(folder, kind, temperature):
     model = load_causal_model(folder)
     expected = naive(model, temperature)
-    scores = Actor(model, temperature=temperature)(*padded(side))
-    assert scores.mask.tolist() == [[True, True, False, False], [True] * 4]
+    rows = layout(kind)
+    scores = Actor(model, temperature=temperature)(rows)
+    assert rows.mask.sum(-1).tolist() == [2, 0, 1, 4, 2]
     for row, (log_probs, entropy) in enumerate(expected):
         count = len(log_probs)
         assert torch.allclose(scores.log_probs[row, :count], log_probs, atol=1e-5)
         assert torch.allclose(scores.entropy[row, :count], entropy, atol=1e-5)
-        assert scores.log_probs[row, count:].tolist() == [0.0] * (scores.mask.shape[1] - count)
+        assert scores.log_probs[row, count:].tolist() == [0.0] * (rows.mask.shape[1] - count)
 
 
-def test_gradient_equals_that_of_full_logits(folder):
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_gradient_equals_that_of_full_logits_in_every_layout(folder, kind):
+    weights = torch.tensor([1.0, 2.0, -1.5, 0.5, 3.0])
     plain = load_causal_model(folder)
-    total = torch.zeros(())
-    for prompt, response in ROWS:
-        logits = plain(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
-        total = total + logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum()
-    total.backward()
+    torch.stack([w * scores.sum() for w, (scores, _) in zip(weights, naive(plain), strict=True)]).sum().backward()
     scored = load_causal_model(folder)
-    Actor(scored)(*padded("left")).log_probs.sum().backward()
+    (Actor(scored)(layout(kind)).log_probs * weights[:, None]).sum().backward()
     for (name, expected), (_, got) in zip(plain.named_parameters(), scored.named_parameters(), strict=True):
         assert torch.allclose(got.grad, expected.grad, atol=1e-4), name
+
+
+def test_responses_to_one_prompt_share_its_tokens():
+    rows = layout("shared")
+    assert rows.input_ids.tolist() == [[5, 6, 7, 8, 9, 40, 257, 257], [11, 12, 13, 14, 15, 16, 13, 90]]
+    assert rows.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 0], [0, 1, 2, 3, 4, 5, 2, 3]]
+    # the second response of the second prompt: predicted from the prompt's end, blind to the first response
+    assert rows.predictors[4, :2].tolist() == [8 + 1, 8 + 6]
+    assert rows.attention_mask[1, 0, 7].tolist() == [True, True, False, False, False, False, True, True]
+
+
+@pytest.mark.parametrize(("side", "positions"), [("left", [0, 0, 0, 1]), ("right", [0, 1, 1, 1])])
+def test_positions_count_real_tokens_only(side, positions):
+    rows = padded_layout([torch.tensor([1]), torch.tensor([1, 2, 3])], [torch.tensor([2]), torch.tensor([4])], 0, side=side)
+    assert rows.position_ids[0].tolist() == positions
+    assert rows.position_ids.dtype == torch.long
 
 
 def test_the_tie_between_embedding_and_head_survives(folder):
@@ -75,18 +85,10 @@ def test_the_tie_between_embedding_and_head_survives(folder):
     assert model(torch.tensor([[5, 6]])).logits.shape == (1, 2, 259)
 
 
-def test_marks_on_padding_or_on_a_first_token_are_refused(folder):
-    actor = Actor(load_causal_model(folder))
-    ids, real, marks = padded("left")
-    first = marks.clone()
-    first[1, int(real[1].int().argmax())] = True
-    with pytest.raises(ValueError, match="first token"):
-        actor(ids, real, first)
-    ids, real, marks = padded("right")
-    with pytest.raises(ValueError, match="padding"):
-        actor(ids, real, marks | ~real)
-    with pytest.raises(ValueError, match="one shape"):
-        actor(ids, real[:, 1:], marks)
+def test_an_empty_prompt_is_refused():
+    for arrange in LAYOUTS.values():
+        with pytest.raises(ValueError, match="prompt is empty"):
+            arrange([torch.tensor([], dtype=torch.long)], [torch.tensor([1])], 0)
 
 
 def test_a_head_that_is_not_linear_is_refused():

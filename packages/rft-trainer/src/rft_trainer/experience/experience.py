@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rft_trainer.models.layout import TokenLayout, padded_layout, shared_prompt_layout
+
 
 @dataclass
 class Experience:
@@ -46,15 +48,13 @@ class Experience:
 
 @dataclass(frozen=True)
 class ExperienceBatch:
-    """Experiences as padded tensors on the device: rows [B, L] of prompt and response, columns [B, T] of responses.
+    """Experiences as tensors on the device: the rows that the model sees, and columns [B, T] of the responses.
 
-    `loss_mask` marks the response tokens that are trained; it may have holes. Optional columns are None when any row
-    lacks them.
+    `loss_mask` marks the response tokens that are trained; it may have holes. Optional columns are None when any
+    experience lacks them.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
-    score_mask: Tensor
+    layout: TokenLayout
     loss_mask: Tensor
     engine_log_probs: Tensor
     advantages: Tensor | None
@@ -62,29 +62,38 @@ class ExperienceBatch:
     ref_log_probs: Tensor | None
 
 
-def collate(experiences: Sequence[Experience], pad_token_id: int, device: torch.device) -> ExperienceBatch:
-    """Right-padded batch of at least one experience."""
-    rows = [torch.cat([e.prompt_ids, e.response_ids]) for e in experiences]
-    marks = [
-        torch.cat([torch.zeros(len(e.prompt_ids), dtype=torch.bool), torch.ones(len(e.response_ids), dtype=torch.bool)])
-        for e in experiences
-    ]
-    real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+@dataclass(frozen=True, kw_only=True)
+class Collator:
+    """Makes batches for one model.
 
-    def padded(tensors: Sequence[Tensor], value: float = 0) -> Tensor:
-        return pad_sequence(list(tensors), batch_first=True, padding_value=value).to(device)
+    share_prompts: responses to one prompt that stand side by side share its tokens (`shared_prompt_layout`).
+    """
 
-    def optional(name: str) -> Tensor | None:
-        columns = [getattr(e, name) for e in experiences]
-        return None if any(c is None for c in columns) else padded(columns)
+    pad_token_id: int
+    device: torch.device
+    share_prompts: bool = False
 
-    return ExperienceBatch(
-        input_ids=padded(rows, pad_token_id),
-        attention_mask=padded(real),
-        score_mask=padded(marks),
-        loss_mask=padded([e.response_mask for e in experiences]),
-        engine_log_probs=padded([e.engine_log_probs for e in experiences]),
-        advantages=optional("advantages"),
-        old_log_probs=optional("old_log_probs"),
-        ref_log_probs=optional("ref_log_probs"),
-    )
+    def __call__(self, experiences: Sequence[Experience]) -> ExperienceBatch:
+        """A batch of at least one experience."""
+        arrange = shared_prompt_layout if self.share_prompts else padded_layout
+        layout = arrange(
+            [e.prompt_ids for e in experiences], [e.response_ids for e in experiences], self.pad_token_id
+        )
+
+        def columns(name: str) -> Tensor | None:
+            tensors = [getattr(e, name) for e in experiences]
+            if any(t is None for t in tensors):
+                return None
+            return pad_sequence(tensors, batch_first=True).to(self.device)
+
+        loss_mask, engine = columns("response_mask"), columns("engine_log_probs")
+        assert loss_mask is not None
+        assert engine is not None
+        return ExperienceBatch(
+            layout=layout.to(self.device),
+            loss_mask=loss_mask,
+            engine_log_probs=engine,
+            advantages=columns("advantages"),
+            old_log_probs=columns("old_log_probs"),
+            ref_log_probs=columns("ref_log_probs"),
+        )

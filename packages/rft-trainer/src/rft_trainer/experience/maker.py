@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rft_trainer.algorithms import AdvantageEstimator, AdvantageInputs
 from rft_trainer.data import PromptRecord
-from rft_trainer.experience.experience import Experience, collate
+from rft_trainer.experience.experience import Collator, Experience
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
 from rft_trainer.strategy.protocols import RolloutRuntime
 
@@ -31,6 +31,7 @@ class FastExperienceMaker:
         estimator: entry of `AdvantageEstimator`.
         estimator_options: its keywords.
         planner: micro-batches agreed over ranks.
+        collator: batches of experiences for the models.
         score_with_actor: compute the actor's log-probabilities now; off when the only update of a rollout uses its own
             forward for them.
         base_seed: seed of the run; each sample's seed derives from (seed, step, prompt, sample).
@@ -45,8 +46,7 @@ class FastExperienceMaker:
         estimator: str,
         estimator_options: dict[str, Any],
         planner: MicroBatchPlanner,
-        pad_token_id: int,
-        device: torch.device,
+        collator: Collator,
         score_with_actor: bool,
         base_seed: int,
     ) -> None:
@@ -56,8 +56,7 @@ class FastExperienceMaker:
         self._estimator = AdvantageEstimator.get(estimator)
         self._estimator_options = estimator_options
         self._planner = planner
-        self._pad = pad_token_id
-        self._device = device
+        self._collate = collator
         self._score_with_actor = score_with_actor
         self._seed = base_seed
 
@@ -152,8 +151,7 @@ class FastExperienceMaker:
         try:
             for indices in self._planner.plan(experiences):
                 rows = [experiences[i] for i in indices] or [placeholder(experiences)]
-                batch = collate(rows, self._pad, self._device)
-                scores: Tensor = model(batch.input_ids, batch.attention_mask, batch.score_mask).log_probs.cpu()
+                scores: Tensor = model(self._collate(rows).layout).log_probs.cpu()
                 for row, index in enumerate(indices):
                     setattr(experiences[index], name, scores[row, : len(experiences[index].response_ids)].clone())
         finally:

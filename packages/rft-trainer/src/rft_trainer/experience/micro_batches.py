@@ -7,10 +7,16 @@ from rft_trainer.strategy.protocols import DataParallel
 
 
 class MicroBatchPlanner:
-    """Plans by a number of responses, or by a token budget when one is given."""
+    """Plans by a number of responses, or by a token budget when one is given.
 
-    def __init__(self, data: DataParallel, *, responses: int, max_tokens: int | None = None) -> None:
+    keep_order: responses stay side by side as they are, so that those to one prompt can share its tokens.
+    """
+
+    def __init__(
+        self, data: DataParallel, *, responses: int, max_tokens: int | None = None, keep_order: bool = False
+    ) -> None:
         self._data = data
+        self._keep_order = keep_order
         self._responses = responses
         self._max_tokens = max_tokens
 
@@ -19,7 +25,9 @@ class MicroBatchPlanner:
         lengths = [e.length for e in experiences]
         if self._max_tokens is not None:
             return self._data.micro_batches(lengths, self._max_tokens)
-        # Rows of like length share a batch, so little of it is padding.
-        order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+        order = list(range(len(lengths)))
+        if not self._keep_order:
+            # Rows of like length share a batch, so little of it is padding.
+            order.sort(key=lambda i: (lengths[i], i))
         batches = [order[i : i + self._responses] for i in range(0, len(order), self._responses)]
         return batches + [[] for _ in range(self._data.most(len(batches)) - len(batches))]

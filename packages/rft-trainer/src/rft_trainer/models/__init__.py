@@ -1,7 +1,18 @@
 """Models under training and the head that scores tokens without materialising logits."""
 
 from rft_trainer.models.actor import Actor, TokenScores
+from rft_trainer.models.layout import TokenLayout, padded_layout, shared_prompt_layout
 from rft_trainer.models.loading import load_causal_model, load_tokenizer
 from rft_trainer.models.log_probs import chunked_log_probs, gather_log_probs
 
-__all__ = ["Actor", "TokenScores", "chunked_log_probs", "gather_log_probs", "load_causal_model", "load_tokenizer"]
+__all__ = [
+    "Actor",
+    "TokenLayout",
+    "TokenScores",
+    "chunked_log_probs",
+    "gather_log_probs",
+    "load_causal_model",
+    "load_tokenizer",
+    "padded_layout",
+    "shared_prompt_layout",
+]

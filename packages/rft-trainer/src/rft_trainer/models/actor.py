@@ -1,29 +1,26 @@
 """The Actor: a Hugging Face causal model that returns log-probabilities of response tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from rft_trainer.errors import UnsupportedCombination
+from rft_trainer.models.layout import TokenLayout
 from rft_trainer.models.log_probs import chunked_log_probs
 from rft_trainer.optim import freeze_prefixes
 
 
-@dataclass(frozen=True)
-class TokenScores:
-    """Scores of the marked tokens of each row, moved to the left.
+class TokenScores(NamedTuple):
+    """Scores of response tokens (a tuple, so that the hooks of FSDP2 and ZeRO find the tensors).
 
-    log_probs: [B, T] fp32, T the largest number of marked tokens in a row; 0 behind the end of a row.
-    entropy: [B, T] fp32, of the distribution that was scored.
-    mask: [B, T] bool, where a score stands.
+    log_probs: [B, T] fp32, 0 outside the mask.
+    entropy: [B, T] fp32, of the distribution that was scored; 0 outside the mask.
     """
 
     log_probs: Tensor
     entropy: Tensor
-    mask: Tensor
 
 
 class LogProbHead(nn.Linear):
@@ -89,38 +86,21 @@ class Actor(nn.Module):
         """The Hugging Face configuration."""
         return self.model.config
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, score_mask: Tensor) -> TokenScores:
-        """Score the tokens marked in `score_mask`.
-
-        Args:
-            input_ids: [B, L] int64, padded on either side.
-            attention_mask: [B, L] bool or int, 1 on real tokens.
-            score_mask: [B, L] bool, tokens to score; never a row's first real token, which nothing predicts.
-
-        Raises:
-            ValueError: shapes disagree, or a marked token has no predecessor.
-        """
-        if not input_ids.shape == attention_mask.shape == score_mask.shape:
-            raise ValueError(
-                f"input_ids {tuple(input_ids.shape)}, attention_mask {tuple(attention_mask.shape)} and score_mask "
-                f"{tuple(score_mask.shape)} must have one shape [B, L]"
-            )
-        predecessor = torch.nn.functional.pad(attention_mask[:, :-1].bool(), (1, 0))
-        if bool((score_mask & ~(predecessor & attention_mask.bool())).any()):
-            raise ValueError("score_mask marks a padding token or a row's first token: mark response tokens only")
-        # Positions count real tokens only, so left and right padding give the same numbers.
-        position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+    def forward(self, layout: TokenLayout) -> TokenScores:
+        """Score the response tokens of `layout`, [B, T]."""
         decoder = cast(Any, self.model).get_decoder()
         hidden = decoder(
-            input_ids=input_ids, attention_mask=attention_mask.long(), position_ids=position_ids, use_cache=False
+            input_ids=layout.input_ids,
+            attention_mask=layout.attention_mask,
+            position_ids=layout.position_ids,
+            use_cache=False,
         )[0]
-        shifted = score_mask[:, 1:]
+        mask = layout.mask
         head = cast(Any, self.model).get_output_embeddings()
-        flat_log_probs, flat_entropy = head(hidden[:, :-1][shifted], input_ids[:, 1:][shifted], **self._scoring)
-        counts = score_mask.sum(-1)
-        width = int(counts.max()) if counts.numel() else 0
-        mask = torch.arange(width, device=counts.device) < counts[:, None]
-        return TokenScores(_scatter(flat_log_probs, mask), _scatter(flat_entropy, mask), mask)
+        log_probs, entropy = head(
+            hidden.flatten(0, 1)[layout.predictors[mask]], layout.labels[mask], **self._scoring
+        )
+        return TokenScores(_scatter(log_probs, mask), _scatter(entropy, mask))
 
 
 def _scatter(flat: Tensor, mask: Tensor) -> Tensor:

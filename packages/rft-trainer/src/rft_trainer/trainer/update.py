@@ -19,7 +19,7 @@ from rft_trainer.algorithms import (
     metric_mean,
     mismatch_metrics,
 )
-from rft_trainer.experience.experience import Experience, ExperienceBatch, collate
+from rft_trainer.experience.experience import Collator, Experience, ExperienceBatch
 from rft_trainer.experience.maker import placeholder
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
 from rft_trainer.experience.replay_buffer import ReplayBuffer
@@ -33,6 +33,7 @@ class UpdateConfig:
     """Numbers of the update.
 
     mini_batch_size: responses of this rank per optimiser step.
+    keep_groups: mini-batches hold whole groups.
     fixed_length: divisor of the fixed-length aggregation, None for the others.
     kl_coef: weight of the KL term; 0: no reference is read.
     """
@@ -45,6 +46,7 @@ class UpdateConfig:
     kl_estimator: str
     epochs: int
     mini_batch_size: int
+    keep_groups: bool
     seed: int
 
 
@@ -64,7 +66,7 @@ class PolicyUpdate:
         backend: TrainingBackend,
         data: DataParallel,
         planner: MicroBatchPlanner,
-        pad_token_id: int,
+        collator: Collator,
         on_step: Callable[[], None],
     ) -> None:
         self._config = config
@@ -72,9 +74,9 @@ class PolicyUpdate:
         self._backend = backend
         self._data = data
         self._planner = planner
-        self._pad = pad_token_id
+        self._collate = collator
         self._on_step = on_step
-        self._buffer: ReplayBuffer[Experience] = ReplayBuffer(seed=config.seed)
+        self._buffer: ReplayBuffer[Experience] = ReplayBuffer(seed=config.seed, keep_groups=config.keep_groups)
 
     def __call__(self, actor: TrainState, experiences: Sequence[Experience]) -> dict[str, Metric]:
         """Update the actor; metrics under `train/` that still want their reduction. Collective over the world."""
@@ -101,8 +103,7 @@ class PolicyUpdate:
         denominator = float(self._data.sum(local))
         for number, indices in enumerate(batches):
             rows = [mini_batch[i] for i in indices] or [placeholder(mini_batch)]
-            batch = collate(rows, self._pad, self._data.device)
-            loss = self._micro_batch(actor.module, batch, denominator, collected)
+            loss = self._micro_batch(actor.module, self._collate(rows), denominator, collected)
             self._backend.backward(actor, loss, last=number == len(batches) - 1)
         return self._backend.optimizer_step(actor)
 
@@ -113,7 +114,7 @@ class PolicyUpdate:
         self, module: nn.Module, batch: ExperienceBatch, denominator: float, collected: "_Collector"
     ) -> Tensor:
         assert batch.advantages is not None
-        scores = module(batch.input_ids, batch.attention_mask, batch.score_mask)
+        scores = module(batch.layout)
         mask = batch.loss_mask
         outputs = self._loss(
             LossInputs(

@@ -1,0 +1,131 @@
+"""How responses lie in the rows that a model sees: padded one by one, or side by side behind their common prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """R rows of L tokens that hold B responses of at most T tokens, and where each response token's score comes from.
+
+    input_ids: [R, L] int64.
+    attention_mask: [R, L] bool, real tokens; or [R, 1, L, L] bool, which columns each token may look at.
+    position_ids: [R, L] int64; every response counts on from the end of its prompt.
+    predictors: [B, T] int64 in [0, R * L): the flat place of the token before, whose hidden state predicts this one.
+    labels: [B, T] int64.
+    mask: [B, T] bool, where a response token stands.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    predictors: Tensor
+    labels: Tensor
+    mask: Tensor
+
+    def to(self, device: torch.device) -> "TokenLayout":
+        """The same on another device."""
+        return TokenLayout(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
+
+def padded_layout(
+    prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_token_id: int, *, side: str = "right"
+) -> TokenLayout:
+    """One row per response: prompt and response, padded on one `side`.
+
+    Args:
+        prompts: B tensors [P_i] int64, at least one token each.
+        responses: B tensors [T_i] int64, possibly empty.
+        side: "right" or "left".
+
+    Raises:
+        ValueError: an empty prompt, or prompts and responses differ in number.
+    """
+    _check(prompts, responses)
+    rows = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    width = max(len(row) for row in rows)
+    offsets = [width - len(row) if side == "left" else 0 for row in rows]
+    input_ids = torch.full((len(rows), width), pad_token_id)
+    attention_mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for number, (row, offset) in enumerate(zip(rows, offsets, strict=True)):
+        input_ids[number, offset : offset + len(row)] = row
+        attention_mask[number, offset : offset + len(row)] = True
+    starts = [
+        number * width + offset + len(prompt) - 1
+        for number, (prompt, offset) in enumerate(zip(prompts, offsets, strict=True))
+    ]
+    predictors = [start + torch.arange(len(response)) for start, response in zip(starts, responses, strict=True)]
+    return TokenLayout(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        # Positions count real tokens only, so left and right padding give the same numbers.
+        position_ids=(attention_mask.long().cumsum(-1) - 1).clamp_min(0),
+        predictors=_columns(predictors),
+        labels=_columns(responses),
+        mask=_columns([torch.ones(len(response), dtype=torch.bool) for response in responses]),
+    )
+
+
+def shared_prompt_layout(
+    prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_token_id: int
+) -> TokenLayout:
+    """One row per run of equal prompts: the prompt once, then its responses side by side, blind to each other.
+
+    A group of n responses costs P + n * T tokens instead of n * (P + T); the scores are the same numbers. The mask is
+    R x L x L, so this pays for short responses to long prompts.
+
+    Raises:
+        ValueError: as `padded_layout`.
+    """
+    _check(prompts, responses)
+    runs: list[list[int]] = []
+    for number, prompt in enumerate(prompts):
+        if runs and torch.equal(prompts[runs[-1][0]], prompt):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    rows = [torch.cat([prompts[run[0]], *(responses[i] for i in run)]) for run in runs]
+    width = max(len(row) for row in rows)
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
+    # A padding token looks at itself, because a softmax over nothing is not a number; nothing looks at it.
+    allowed = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1)
+    position_ids = torch.zeros(len(rows), width, dtype=torch.long)
+    predictors: list[Tensor] = []
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    for row, run in enumerate(runs):
+        length = len(prompts[run[0]])
+        allowed[row, :length, :length] = causal[:length, :length]
+        position_ids[row, :length] = torch.arange(length)
+        start = length
+        for i in run:
+            end = start + len(responses[i])
+            allowed[row, start:end, :length] = True
+            allowed[row, start:end, start:end] = causal[: end - start, : end - start]
+            position_ids[row, start:end] = torch.arange(length, length + end - start)
+            before = torch.arange(start - 1, end - 1)
+            before[:1] = length - 1
+            predictors.append(row * width + before)
+            start = end
+    return TokenLayout(
+        input_ids=input_ids,
+        attention_mask=allowed[:, None],
+        position_ids=position_ids,
+        predictors=_columns(predictors),
+        labels=_columns(responses),
+        mask=_columns([torch.ones(len(response), dtype=torch.bool) for response in responses]),
+    )
+
+
+def _columns(tensors: Sequence[Tensor]) -> Tensor:
+    return pad_sequence(list(tensors), batch_first=True)
+
+
+def _check(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
+    if len(prompts) != len(responses) or not prompts:
+        raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses: give one of each for every row, at least one")
+    if any(len(prompt) == 0 for prompt in prompts):
+        raise ValueError("a prompt is empty: nothing would predict the first response token; give at least one token")

@@ -20,12 +20,14 @@ from rft_dist.errors import (
 )
 from rft_dist.gather import GatherPlan, all_gather_ragged, gather_inputs, slice_local
 from rft_dist.groups import RolloutGroups, build_rollout_groups
+from rft_dist.guard import CollectiveGuard, collective_tag
 from rft_dist.layout import ParallelLayout
 from rft_dist.metrics import Histogram, Max, Mean, Min, Sum, all_reduce_metrics
 from rft_dist.micro_batches import balanced_micro_batches
 from rft_dist.session import DistributedSession, distributed_session
 
 __all__ = [
+    "CollectiveGuard",
     "CollectiveMismatchError",
     "ConfigurationError",
     "DeviceError",
@@ -54,6 +56,7 @@ __all__ = [
     "all_reduce_metrics",
     "balanced_micro_batches",
     "build_rollout_groups",
+    "collective_tag",
     "distributed_session",
     "gather_inputs",
     "raise_together",

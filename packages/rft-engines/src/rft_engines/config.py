@@ -1,0 +1,81 @@
+"""How an engine is built."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+ENGINE_KINDS = ("hf", "vllm", "sglang")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One engine.
+
+    Attributes:
+        kind: "hf" (embedded), "vllm" or "sglang".
+        model_path: folder of a saved model; "" when a module is handed to `create_engine` (hf only).
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        tp_size: ranks that hold one engine together; 1 for hf.
+        max_model_len: most tokens of prompt and response; None takes the model's limit.
+        memory_utilization: share of the device an engine may fill (vLLM: all it uses; SGLang: weights and KV cache);
+            not used by hf, nor where kv_cache_bytes is given.
+        kv_cache_bytes: size of the KV cache. The reproducible choice for vLLM; hf takes 4 GiB when None. SGLang counts
+            tokens instead: give options={"max_total_tokens": ...} there.
+        max_rows: samples decoded together at most; None takes the engine's own default (hf: 64).
+        seed: base seed; ranks of one engine must agree on it.
+        enable_sleep: build the engine so that sleep frees memory.
+        load_weights: False starts without reading the checkpoint; a weight update must then come first.
+        device: where hf puts the model; None leaves a module where it is and loads a folder on the CPU.
+        options: engine arguments by the engine's own names, passed on as they are and winning over the fields above.
+    """
+
+    kind: str = "hf"
+    model_path: str = ""
+    dtype: str = "auto"
+    tp_size: int = 1
+    max_model_len: int | None = None
+    memory_utilization: float = 0.5
+    kv_cache_bytes: int | None = None
+    max_rows: int | None = None
+    seed: int = 0
+    enable_sleep: bool = False
+    load_weights: bool = True
+    device: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
+        if self.kind not in ENGINE_KINDS:
+            raise ValueError(f"EngineConfig.kind={self.kind!r}: give one of {list(ENGINE_KINDS)}")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"EngineConfig.dtype={self.dtype!r}: give one of {list(_DTYPES)}")
+        if not 0 < self.memory_utilization <= 1:
+            raise ValueError(
+                f"EngineConfig.memory_utilization={self.memory_utilization!r}: give a share above 0, at most 1"
+            )
+        for name in ("tp_size", "max_model_len", "kv_cache_bytes", "max_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"EngineConfig.{name}={value!r}: give at least 1")
+        if self.seed < 0:
+            raise ValueError(f"EngineConfig.seed={self.seed!r}: give 0 or above")
+        if self.kind != "hf" and not self.model_path:
+            raise ValueError(
+                f"EngineConfig.model_path is empty: engine {self.kind!r} needs the folder of a saved model"
+            )
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        """Names a keyword of `create_engine` may have."""
+        return [each.name for each in fields(cls)]
+
+    def __reduce__(self) -> Any:
+        # A read-only view does not pickle; configs cross processes.
+        values = {name: getattr(self, name) for name in self.field_names()}
+        return _rebuilt, (values | {"options": dict(self.options)},)
+
+
+def _rebuilt(values: dict[str, Any]) -> EngineConfig:
+    return EngineConfig(**values)

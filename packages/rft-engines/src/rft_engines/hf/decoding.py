@@ -1,0 +1,139 @@
+"""One wave: prefill each prompt once, then decode its samples together until the last has ended."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from rft_engines.generation import FinishReason
+from rft_engines.hf.cache import WaveCache
+from rft_engines.hf.rows import Row, StepBudget
+from rft_engines.hf.sampler import choose_tokens
+from rft_engines.hf.stops import StopRules
+from rft_engines.hf.waves import Wave, plan_prefill
+from rft_engines.sampling import SamplingParams
+
+
+class Decoder:
+    """Forward passes over a causal model with the caches of this package."""
+
+    def __init__(self, model: nn.Module, *, prefill_tokens: int) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self._prefill_tokens = prefill_tokens
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
+
+    def _forward(self, input_ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> Tensor:
+        optional = {"position_ids": positions, "logits_to_keep": 1}
+        given = {name: value for name, value in optional.items() if name in self._accepted}
+        output = self.model(
+            input_ids=input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **given
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, DynamicCache]:
+        """Logits [prompts, V] after the last token of each prompt, and the cache; prompts are padded on the left."""
+        width = max(len(prompt) for prompt in prompts)
+        # The padding id is arbitrary: it is masked, and the position of the first real token is 0.
+        padded = [(0,) * (width - len(prompt)) + prompt for prompt in prompts]
+        input_ids = torch.tensor(padded, device=self.device)
+        starts = torch.tensor([width - len(prompt) for prompt in prompts], device=self.device)
+        columns = torch.arange(width, device=self.device)
+        positions = (columns[None] - starts[:, None]).clamp_(min=0)
+        mask = None if all(len(prompt) == width for prompt in prompts) else columns[None] >= starts[:, None]
+        cache = DynamicCache()
+        return self._forward(input_ids, mask, positions, cache), cache
+
+    def start(self, prompts: Sequence[tuple[int, ...]], *, samples: int, wave: Wave) -> tuple[Tensor, WaveCache]:
+        """Prefill prompts (longest first) and lay `samples` rows each into a wave's cache.
+
+        Returns the logits [prompts * samples, V] of the first new token and the cache.
+        """
+        cache: WaveCache | None = None
+        logits: list[Tensor] = []
+        for chunk in plan_prefill([len(prompt) for prompt in prompts], max_tokens=self._prefill_tokens):
+            chunk_logits, prefilled = self._prefill([prompts[place] for place in chunk])
+            logits.append(chunk_logits)
+            if cache is None:
+                cache = WaveCache(
+                    layers=len(prefilled.layers),
+                    rows=len(prompts) * samples,
+                    width=wave.width,
+                    prompt_width=wave.prompt_width,
+                )
+            for row, place in enumerate(chunk):
+                cache.fill(slice(place * samples, (place + 1) * samples), prefilled, row, len(prompts[place]))
+        assert cache is not None
+        return torch.cat(logits).repeat_interleave(samples, dim=0), cache
+
+    def step(self, rows: Sequence[Row], cache: WaveCache) -> Tensor:
+        """Logits [rows, V] after the newest token of each active row."""
+        newest = torch.tensor([[row.tokens[-1]] for row in rows], device=self.device)
+        lengths = [len(row.prompt) + len(row.tokens) - 1 for row in rows]
+        positions = torch.tensor(lengths, device=self.device)[:, None]
+        # Columns of the longest active row are the live part; shorter rows start later in it.
+        live = max(lengths)
+        cache.begin = cache.end - live
+        mask = None
+        if min(lengths) < live:
+            mask = torch.arange(live + 1, device=self.device)[None] >= live - positions
+        logits = self._forward(newest, mask, positions, cache)
+        cache.end += 1
+        return logits
+
+
+def decode_wave(
+    decoder: Decoder,
+    wave: Wave,
+    rows: Sequence[Row],
+    *,
+    sampling: SamplingParams,
+    stops: StopRules,
+    budget: StepBudget,
+) -> None:
+    """Decode all rows of a wave; afterwards each has its tokens and a finish reason.
+
+    `rows` holds n rows for each request in the order of `wave.places`.
+    """
+    prompts = [row.prompt for row in rows[:: sampling.n]]
+    active = list(rows)
+    if budget.spent():
+        active = _abort(active)
+    else:
+        logits, cache = decoder.start(prompts, samples=sampling.n, wave=wave)
+    while active:
+        uniforms = torch.tensor(
+            [row.stream.at(len(row.tokens)) for row in active], dtype=torch.float64, device=decoder.device
+        )
+        tokens, log_probs = choose_tokens(logits, uniforms, sampling)
+        for row, token, log_prob in zip(active, tokens.tolist(), log_probs.tolist(), strict=True):
+            row.take(token, log_prob, stops)
+        active = _drop_finished(active, cache)
+        if active and budget.spent():
+            active = _abort(active)
+        if active:
+            logits = decoder.step(active, cache)
+
+
+def _abort(rows: Sequence[Row]) -> list[Row]:
+    for row in rows:
+        row.finish_reason = FinishReason.ABORT
+    return []
+
+
+def _drop_finished(rows: list[Row], cache: WaveCache) -> list[Row]:
+    """The rows that go on, in the order in which the cache now holds them."""
+    remaining = sum(row.finish_reason is None for row in rows)
+    if remaining == len(rows):
+        return rows
+    holes = [place for place in range(remaining) if rows[place].finish_reason is not None]
+    moved = [place for place in range(remaining, len(rows)) if rows[place].finish_reason is None]
+    cache.compact(moved, holes, remaining)
+    kept = rows[:remaining]
+    for source, target in zip(moved, holes, strict=True):
+        kept[target] = rows[source]
+    return kept

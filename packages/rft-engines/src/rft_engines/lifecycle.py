@@ -1,0 +1,269 @@
+"""The state machine every engine of this package shares."""
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from rft_engines.contract import KV_CACHE, WEIGHTS, Fate, SleepContract, SleepLevel
+from rft_engines.errors import EngineStateError
+from rft_engines.generation import Generation, GenerationRequest, check_requests
+from rft_engines.protocol import EngineState
+from rft_engines.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_TAGS = (WEIGHTS, KV_CACHE)
+
+
+class ManagedEngine(ABC):
+    """Base for adapters: keeps the states, leaves the engine's own calls to hooks.
+
+    A subclass gives `contract`, `native`, `vocab_size`, `max_model_len`, `_generate`, `_release`, `_restore`,
+    `_drop_caches`, `_abort_running` and `_shut_down`; `_discard_unfinished` where a failed call leaves requests behind.
+    The hooks are called in permitted states only.
+    """
+
+    def __init__(self, *, weights_loaded: bool = True) -> None:
+        self._slept_at: SleepLevel | None = None
+        self._awake: set[str] = {WEIGHTS, KV_CACHE}
+        self._weights_defined = weights_loaded
+        self._undefined_because = "" if weights_loaded else "the engine was started without loading a checkpoint"
+        self._updating = False
+        self._closed = False
+        self._version = 0
+        self._running = threading.Lock()
+        self._running_requests = 0
+        self._logged_sampling: set[tuple[float, float, int]] = set()
+
+    # What a subclass gives.
+
+    @property
+    @abstractmethod
+    def contract(self) -> SleepContract:
+        """See `RolloutEngine`."""
+
+    @property
+    @abstractmethod
+    def native(self) -> Any:
+        """See `RolloutEngine`."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int | None:
+        """See `RolloutEngine`."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding table that a prompt may use, None when unknown."""
+
+    @abstractmethod
+    def _generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, max_steps: int | None
+    ) -> list[Generation]:
+        """Samples in request order. Returns partial ones once `_abort_running` was called."""
+
+    @abstractmethod
+    def _abort_running(self) -> None:
+        """Make the `_generate` that runs in another thread return soon with partial samples."""
+
+    def _discard_unfinished(self) -> None:  # noqa: B027 - most engines leave nothing behind
+        """Drop the requests that a failed `_generate` left in the engine."""
+
+    @abstractmethod
+    def _release(self, level: SleepLevel) -> None:
+        """Go to sleep from a fully awake state."""
+
+    @abstractmethod
+    def _restore(self, tags: Sequence[str]) -> None:
+        """Bring back tags that sleep."""
+
+    @abstractmethod
+    def _drop_caches(self) -> bool:
+        """Forget everything computed with earlier weights."""
+
+    @abstractmethod
+    def _shut_down(self) -> None:
+        """Give everything back."""
+
+    # States.
+
+    @property
+    def weights_version(self) -> int:
+        """See `RolloutEngine`."""
+        return self._version
+
+    @property
+    def state(self) -> EngineState:
+        """See `RolloutEngine`."""
+        if self._closed:
+            return EngineState.CLOSED
+        if self._updating:
+            return EngineState.UPDATING
+        if WEIGHTS not in self._awake:
+            return EngineState.ASLEEP
+        if KV_CACHE not in self._awake:
+            return EngineState.WEIGHTS_AWAKE
+        return EngineState.READY if self._weights_defined else EngineState.WEIGHTS_UNDEFINED
+
+    def _require_open(self, call: str) -> None:
+        if self._closed:
+            raise EngineStateError(f"{call} on a closed engine: create a new one")
+
+    def _require_ready(self) -> None:
+        state = self.state
+        if state is EngineState.READY:
+            return
+        remedy = {
+            EngineState.CLOSED: "the engine is closed: create a new one",
+            EngineState.UPDATING: "a weight update is open: call finish_weight_update(version) first",
+            EngineState.ASLEEP: "the engine is asleep: call wake_up() first",
+            EngineState.WEIGHTS_AWAKE: 'only the weights are awake: call wake_up(["kv_cache"]) first',
+            EngineState.WEIGHTS_UNDEFINED: f"the weights are undefined ({self._undefined_because}): run a full weight "
+            f"update and finish_weight_update(version) first",
+        }
+        raise EngineStateError(f"generate refused, {remedy[state]}")
+
+    # Generation.
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, *, max_steps: int | None = None
+    ) -> list[Generation]:
+        """See `RolloutEngine`."""
+        self._require_ready()
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps={max_steps}: give at least 1, or None for no step budget")
+        check_requests(requests, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        if not self._running.acquire(blocking=False):
+            raise EngineStateError("generate refused, another generate call is running: wait for it or call abort()")
+        try:
+            self._running_requests = len(requests)
+            self._log_sampling(sampling)
+            samples = self._generate(requests, sampling, max_steps) if requests else []
+        except BaseException:
+            # The engine must hold no request of the failed call: the next one would get its answers.
+            self._discard_unfinished()
+            raise
+        finally:
+            self._running_requests = 0
+            self._running.release()
+        assert len(samples) == len(requests) * sampling.n, (len(samples), len(requests), sampling.n)
+        return samples
+
+    def _log_sampling(self, sampling: SamplingParams) -> None:
+        facts = (sampling.temperature, sampling.top_p, sampling.top_k)
+        if facts not in self._logged_sampling:
+            self._logged_sampling.add(facts)
+            logger.info(
+                "engine %s samples with temperature=%s top_p=%s top_k=%s, no penalties", self.contract.engine, *facts
+            )
+
+    def abort(self) -> int:
+        """See `RolloutEngine`."""
+        count = self._running_requests
+        if count:
+            self._abort_running()
+            logger.warning("engine %s aborted %d unfinished requests", self.contract.engine, count)
+        return count
+
+    # Sleep.
+
+    def sleep(self, level: int | None = None) -> int:
+        """See `RolloutEngine`."""
+        self._require_open("sleep")
+        wanted = self.contract.level(level)
+        if self._updating:
+            raise EngineStateError("sleep refused, a weight update is open: finish or abort it first")
+        if self._slept_at is not None and WEIGHTS not in self._awake:
+            if wanted > self._slept_at:
+                raise EngineStateError(
+                    f"sleep({wanted}) refused, asleep at level {self._slept_at}: call wake_up() first"
+                )
+            return 0
+        aborted = self.abort()
+        with self._running:
+            if self._slept_at is not None:
+                # Half awake: the release hooks start from a fully awake engine.
+                self._restore([tag for tag in _TAGS if tag not in self._awake])
+            self._release(wanted)
+        self._slept_at = wanted
+        self._awake = set()
+        if self.contract.effect(wanted).weights is Fate.UNDEFINED:
+            self._weights_defined = False
+            self._undefined_because = f"sleep({wanted}) dropped them"
+        return aborted
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See `RolloutEngine`."""
+        self._require_open("wake_up")
+        if isinstance(tags, str):
+            raise ValueError(f"wake_up tags={tags!r} is one string: give a list, such as [{tags!r}]")  # noqa: TRY004
+        wanted = list(_TAGS) if tags is None else list(tags)
+        unknown = [tag for tag in wanted if tag not in _TAGS]
+        if unknown:
+            raise ValueError(f"wake_up tags {unknown} are unknown: give a part of {list(_TAGS)}, or None for all")
+        if KV_CACHE in wanted and WEIGHTS not in wanted and WEIGHTS not in self._awake:
+            raise EngineStateError('wake_up(["kv_cache"]) refused, the weights sleep: call wake_up(["weights"]) first')
+        # Weights first: the memory for both at once may not be there before a sync has freed its buckets.
+        sleeping = [tag for tag in _TAGS if tag in wanted and tag not in self._awake]
+        if sleeping:
+            self._restore(sleeping)
+            self._awake.update(sleeping)
+        if self._awake == set(_TAGS):
+            self._slept_at = None
+
+    def reset_prefix_cache(self) -> bool:
+        """See `RolloutEngine`."""
+        self._require_open("reset_prefix_cache")
+        return self._drop_caches() if KV_CACHE in self._awake else True
+
+    # Weight updates.
+
+    def begin_weight_update(self) -> None:
+        """See `RolloutEngine`."""
+        self._require_open("begin_weight_update")
+        if self._updating:
+            raise EngineStateError("begin_weight_update refused, an update is open: finish or abort it first")
+        self.abort()
+        with self._running:
+            self.wake_up([WEIGHTS])
+            self._updating = True
+
+    def finish_weight_update(self, version: int) -> None:
+        """See `RolloutEngine`."""
+        self._require_open("finish_weight_update")
+        if not self._updating:
+            raise EngineStateError("finish_weight_update refused, no update is open: call begin_weight_update() first")
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise ValueError(
+                f"finish_weight_update version={version!r}: give the number of finished updates, 0 or above"
+            )
+        if not self.reset_prefix_cache():
+            raise EngineStateError(
+                "finish_weight_update refused, the engine kept prefixes computed with the old weights: requests are "
+                "still running, call abort() first"
+            )
+        self._updating = False
+        self._weights_defined = True
+        self._undefined_because = ""
+        self._version = version
+
+    def abort_weight_update(self, reason: str) -> None:
+        """See `RolloutEngine`."""
+        self._require_open("abort_weight_update")
+        if not self._updating:
+            raise EngineStateError("abort_weight_update refused, no update is open: call begin_weight_update() first")
+        self._updating = False
+        self._weights_defined = False
+        self._undefined_because = f"a weight update failed: {reason}"
+
+    def close(self) -> None:
+        """See `RolloutEngine`."""
+        if self._closed:
+            return
+        self.abort()
+        with self._running:
+            self._closed = True
+            self._shut_down()

@@ -1,0 +1,58 @@
+"""What to sample from and when to stop, as one checked value."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling of one generate call. Every value is ours: nothing is filled in from a checkpoint's defaults.
+
+    The order is temperature, then `top_k`, then `top_p`. `temperature=0` is greedy; the log-probabilities it reports
+    are those of the untempered full distribution, and `top_k` and `top_p` do not apply.
+
+    Attributes:
+        n: samples per prompt.
+        temperature: divisor of the logits, 0 for greedy.
+        top_p: keep the smallest set of most likely tokens whose mass reaches `top_p`; 1 keeps all.
+        top_k: keep the `top_k` most likely tokens; 0 keeps all.
+        max_new_tokens: most tokens per sample; a request may ask for fewer.
+        stop: strings; a sample ends with the token that completes one of them (that token is kept).
+        stop_token_ids: ids that end a sample (kept), beside the engine's end-of-sequence ids.
+        ignore_eos: go on past the engine's end-of-sequence ids; `stop` and `stop_token_ids` still hold.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 256
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise ValueError(f"SamplingParams.stop={self.stop!r} is one string: give a tuple of strings")  # noqa: TRY004
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
+        for name, lowest in (("n", 1), ("max_new_tokens", 1), ("top_k", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+                raise ValueError(f"SamplingParams.{name}={value!r}: give an integer of at least {lowest}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(
+                f"SamplingParams.temperature={self.temperature!r}: give 0 (greedy) or a finite number above"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"SamplingParams.top_p={self.top_p!r}: give a number above 0 and at most 1 (1 keeps all)")
+        if "" in self.stop:
+            raise ValueError("SamplingParams.stop holds an empty string: leave it out, every text contains it")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError(f"SamplingParams.stop_token_ids={self.stop_token_ids}: token ids are 0 or above")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken at each step."""
+        return self.temperature == 0

@@ -18,7 +18,7 @@ from rft_trainer.config import RFTConfig
 from rft_trainer.errors import RFTrainerError
 from rft_trainer.models import Actor, load_causal_model
 from rft_trainer.preflight import claim_output, preflight
-from rft_trainer.session import build_trainer
+from rft_trainer.session import Ingredients, build_trainer
 from rft_trainer.strategy import Strategy, get_strategy
 
 
@@ -51,9 +51,7 @@ def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
     if config.init_kl_coef > 0:
         initial_model = strategy.prepare_frozen(Actor(load_causal_model(inputs.model_folder), **scoring))
     strategy.create_engine(inputs.engine)
-    trainer = build_trainer(
-        config,
-        strategy,
+    ingredients = Ingredients(
         actor=actor,
         initial_model=initial_model,
         tokenizer=inputs.tokenizer,
@@ -61,6 +59,7 @@ def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
         held_out=inputs.held_out,
         rewards=gsm8k_rewards(),
     )
+    trainer = build_trainer(config, strategy, ingredients)
     evaluations = trainer.fit()
     strategy.save_model(actor, config.output_dir / "model", inputs.tokenizer)
     strategy.on_main(lambda: write_summary(config, evaluations, trainer.progress))

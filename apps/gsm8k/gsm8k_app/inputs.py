@@ -1,18 +1,21 @@
 """Model, tokenizer and problems of a run, read and checked on every rank before any process talks to another."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from gsm8k_app.model_cache import smollm2_folder
 from gsm8k_app.problems import generate, worked_turns
 from gsm8k_app.recipes import GENERATED, SMOLLM2
 from gsm8k_app.rewards import LABEL
 from rft_engines import EngineConfig
+from rft_rewards import gsm8k_reference
 from rft_trainer.config import RFTConfig
-from rft_trainer.data import Problem, PromptFormat, PromptRecord, load_problems, render_prompts
+from rft_trainer.data import EncodedPrompt, PromptDataset, PromptRecord, RecordFields, load_records
 from rft_trainer.models import load_tokenizer
 
-GENERATED_TRAIN, GENERATED_TEST = 2048, 512
+Split = Literal["train", "test"]
+COUNTS: dict[Split, int] = {"train": 2048, "test": 512}
 # Problems are the same in every run; the run's seed orders them.
 GENERATOR_SEED = 0
 
@@ -23,8 +26,8 @@ class Inputs:
 
     model_folder: str
     tokenizer: Any
-    train: list[PromptRecord]
-    held_out: list[PromptRecord]
+    train: Sequence[EncodedPrompt]
+    held_out: Sequence[EncodedPrompt]
     engine: EngineConfig
 
 
@@ -38,39 +41,51 @@ def prepare_inputs(config: RFTConfig) -> Inputs:
     assert config.dataset is not None
     folder = str(smollm2_folder(announce=print)) if config.pretrain == SMOLLM2 else config.pretrain
     tokenizer = load_tokenizer(folder)
-    train = _records(config, tokenizer, config.dataset, "train")
-    held_out = [] if config.eval_dataset is None else _records(config, tokenizer, config.eval_dataset, "test")
+    held_out: Sequence[EncodedPrompt] = ()
+    if config.eval_dataset is not None:
+        records = _records(config, config.eval_dataset, "test")[: config.eval_limit]
+        held_out = PromptDataset(records, tokenizer, max_prompt_tokens=config.prompt_max_len)
+    train = PromptDataset(
+        _records(config, config.dataset, "train"), tokenizer, max_prompt_tokens=config.prompt_max_len
+    )
     return Inputs(
-        model_folder=folder,
-        tokenizer=tokenizer,
-        train=train,
-        held_out=held_out[: config.eval_limit],
-        engine=_engine(config, folder),
+        model_folder=folder, tokenizer=tokenizer, train=train, held_out=held_out, engine=engine_config(config, folder)
     )
 
 
-def _records(config: RFTConfig, tokenizer: Any, dataset: str, split: str) -> list[PromptRecord]:
+def _records(config: RFTConfig, dataset: str, split: Split) -> list[PromptRecord]:
+    options: dict[str, Any] = {
+        "system_prompt": config.system_prompt,
+        "input_template": config.input_template,
+        "parse_reference": gsm8k_reference,
+    }
     if dataset == GENERATED:
-        count = GENERATED_TRAIN if split == "train" else GENERATED_TEST
-        problems = [
-            Problem(text=p["question"], reference=p["answer"], label=LABEL, place=f"generated {split} problem {number}")
-            for number, p in enumerate(generate(split, count, GENERATOR_SEED), start=1)  # type: ignore[arg-type]
-        ]
+        fields = RecordFields(**options, example_turns=tuple(worked_turns()))
+        rows = generate(split, COUNTS[split], GENERATOR_SEED)
+        records = [fields.record(row, f"generated {split}:{number}") for number, row in enumerate(rows, start=1)]
     else:
-        problems = load_problems(
+        records = load_records(
             dataset,
+            split=config.dataset_split if split == "train" else config.eval_split,
             input_key=config.input_key,
             reference_key=config.reference_key,
             label_key=config.label_key,
-            default_label=LABEL,
-            split=config.dataset_split if split == "train" else config.eval_split,
+            **options,
         )
-    return render_prompts(problems, tokenizer, prompt_format(config), max_length=config.prompt_max_len)
+    if config.label_key is None or dataset == GENERATED:
+        records = [replace(record, label=LABEL) for record in records]
+    return records
 
 
-def prompt_format(config: RFTConfig) -> PromptFormat:
-    """The user's prompts, or for generated problems the worked turns that show the form of an answer."""
-    turns = tuple(worked_turns()) if config.dataset == GENERATED else ()
-    return PromptFormat(
-        system_prompt=config.system_prompt, input_template=config.input_template, worked_turns=turns
+def engine_config(config: RFTConfig, model_folder: str) -> EngineConfig:
+    """The rollout engine's part of the configuration."""
+    return EngineConfig(
+        kind=config.engine_type,
+        model_path=model_folder,
+        tp_size=config.engine_tp_size,
+        max_model_len=config.prompt_max_len + config.generate_max_len,
+        memory_utilization=config.engine_mem_util,
+        enable_sleep=config.enable_engine_sleep,
+        # The first weight sync fills the engine before the first generation.
+        load_weights=config.engine_type == "hf",
     )

@@ -1,7 +1,8 @@
 """Wires a trainer from a configuration and a strategy; the one place that knows every component."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rft_engines import SamplingParams
@@ -9,32 +10,87 @@ from rft_rewards import RewardComputationEngine
 from torch import nn
 
 from rft_trainer.algorithms import LossOptions
-from rft_trainer.checkpoint import CheckpointStore
+from rft_trainer.checkpoint import CheckpointStore, TrainerState
 from rft_trainer.config import RFTConfig
-from rft_trainer.data import PromptRecord
-from rft_trainer.experience.experience import Collator
+from rft_trainer.data import EncodedPrompt
+from rft_trainer.experience.experience import Collator, Experience
 from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
 from rft_trainer.preflight import RUN_MARKER
-from rft_trainer.report import Console, JsonlLogger, MetricLogger, RolloutWriter, TensorBoardLogger
+from rft_trainer.report import Column, Console, JsonlLogger, MetricLogger, Rollout, RolloutWriter, TensorBoardLogger
 from rft_trainer.strategy import Strategy, TrainState
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.ppo import PPOTrainer
 from rft_trainer.trainer.update import PolicyUpdate, UpdateConfig
 
+STEP_COLUMNS = (
+    Column("rollout/reward", "reward"),
+    Column("rollout/accuracy", "accuracy", ".1%"),
+    Column("train/kl", "kl", ".4f"),
+    Column("train/clip_fraction", "clip", ".3f"),
+    Column("rollout/response_length", "length", ".1f"),
+    Column("rollout/mixed_groups", "mixed", ".0%"),
+    Column("train/gap/gap", "gap", ".1e"),
+    Column("train/grad_norm", "grad", ".2f"),
+    *(Column(f"perf/seconds_{name}", f"{name} s", ".1f") for name in ("step", "generate", "rewards", "update", "sync")),
+)
 
-def build_trainer(
-    config: RFTConfig,
-    strategy: Strategy,
-    *,
-    actor: TrainState,
-    initial_model: nn.Module | None,
-    tokenizer: Any,
-    prompts: Sequence[PromptRecord],
-    held_out: Sequence[PromptRecord],
-    rewards: RewardComputationEngine,
-) -> PPOTrainer:
+
+@dataclass(frozen=True, kw_only=True)
+class Ingredients:
+    """What an app brings: models as the strategy wrapped them, tokenizer, prompts and rewards."""
+
+    actor: TrainState
+    initial_model: nn.Module | None
+    tokenizer: Any
+    prompts: Sequence[EncodedPrompt]
+    held_out: Sequence[EncodedPrompt]
+    rewards: RewardComputationEngine
+
+
+def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredients) -> PPOTrainer:
     """A trainer ready to `fit`; resumed when the configuration names a checkpoint. Collective over the world."""
+    actor, data = ingredients.actor, strategy.data
+    maker, update = _maker_and_update(config, strategy, ingredients)
+    checkpoints = CheckpointStore(config.output_dir / "checkpoints", data)
+    resumed: TrainerState | None = None
+    if config.resume_from is not None:
+        resumed = checkpoints.load(config.resume_from, lambda folder: strategy.load_checkpoint(actor, folder))
+    main = data.rank == 0
+    trainer = PPOTrainer(
+        config=config,
+        actor=actor,
+        reference=ingredients.initial_model,
+        backend=strategy.backend,
+        runtime=strategy.runtime,
+        data=data,
+        prompts=ingredients.prompts,
+        sampler=strategy.build_sampler(len(ingredients.prompts), config.rollout_batch_size),
+        maker=maker,
+        update=update,
+        evaluator=_evaluator(config, strategy, maker, ingredients.held_out),
+        checkpoints=checkpoints,
+        sampling=SamplingParams(
+            n=config.n_samples_per_prompt,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            max_new_tokens=config.generate_max_len,
+        ),
+        loggers=_loggers(config, None if resumed is None else resumed.step) if main else (),
+        progress=Console(enabled=main, columns=STEP_COLUMNS),
+        keep_rollouts=_rollout_keeper(config, data.rank),
+        strategy_name=strategy.backend.name,
+    )
+    if resumed is not None:
+        trainer.resume(resumed)
+    return trainer
+
+
+def _maker_and_update(
+    config: RFTConfig, strategy: Strategy, ingredients: Ingredients
+) -> tuple[FastExperienceMaker, PolicyUpdate]:
+    tokenizer = ingredients.tokenizer
     planner = MicroBatchPlanner(
         strategy.data,
         responses=config.micro_train_batch_size,
@@ -46,10 +102,9 @@ def build_trainer(
     )
     maker = FastExperienceMaker(
         runtime=strategy.runtime,
-        rewards=rewards,
+        rewards=ingredients.rewards,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         estimator=config.advantage_estimator,
-        estimator_options={},
         planner=planner,
         collator=collator,
         # One update per rollout: its own forward, detached, is the old policy.
@@ -64,39 +119,7 @@ def build_trainer(
         collator=collator,
         on_step=strategy.runtime.note_update,
     )
-    main = strategy.data.rank == 0
-    trainer = PPOTrainer(
-        config=config,
-        actor=actor,
-        reference=initial_model,
-        backend=strategy.backend,
-        runtime=strategy.runtime,
-        data=strategy.data,
-        prompts=prompts,
-        sampler=strategy.build_sampler(len(prompts), config.rollout_batch_size),
-        maker=maker,
-        update=update,
-        evaluator=_evaluator(config, strategy, maker, held_out),
-        checkpoints=CheckpointStore(config.output_dir / "checkpoints", strategy.data),
-        sampling=SamplingParams(
-            n=config.n_samples_per_prompt,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            max_new_tokens=config.generate_max_len,
-        ),
-        loggers=_loggers(config) if main else (),
-        progress=Console(enabled=main, total_steps=config.max_steps),
-        keep_rollouts=RolloutWriter(
-            config.output_dir / "rollouts", rank=strategy.data.rank, max_bytes=int(config.rollouts_max_mib * 2**20)
-        ).write,
-        strategy_name=strategy.backend.name,
-    )
-    if config.resume_from is not None:
-        trainer.resume(
-            trainer.checkpoints.load(config.resume_from, lambda folder: strategy.load_checkpoint(actor, folder))
-        )
-    return trainer
+    return maker, update
 
 
 def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
@@ -118,7 +141,7 @@ def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
 
 
 def _evaluator(
-    config: RFTConfig, strategy: Strategy, maker: FastExperienceMaker, held_out: Sequence[PromptRecord]
+    config: RFTConfig, strategy: Strategy, maker: FastExperienceMaker, held_out: Sequence[EncodedPrompt]
 ) -> Evaluator | None:
     if not held_out:
         return None
@@ -132,9 +155,41 @@ def _evaluator(
     )
 
 
-def _loggers(config: RFTConfig) -> list[MetricLogger]:
+def _rollout_keeper(config: RFTConfig, rank: int) -> Callable[[int, Sequence[Experience]], None]:
+    """Each rank keeps its own responses, in files of its own."""
+    total = int(config.rollouts_max_mib * 2**20)
+    writer = RolloutWriter(
+        config.output_dir / "rollouts", max_step_bytes=total, max_total_bytes=total, name=f"rank{rank}"
+    )
+
+    def keep(step: int, experiences: Sequence[Experience]) -> None:
+        writer.write(step, map(rollout_of, experiences))
+
+    return keep
+
+
+def rollout_of(experience: Experience) -> Rollout:
+    """The readable form of an experience."""
+    advantages, trainer = experience.advantages, experience.old_log_probs
+    return Rollout(
+        prompt_id=experience.prompt_id,
+        prompt=experience.prompt,
+        response=experience.response,
+        reference=experience.reference,
+        reward=experience.reward,
+        scores=experience.scores,
+        length=len(experience.response_ids),
+        truncated=experience.truncated,
+        advantage=float(advantages.mean()) if advantages is not None and len(advantages) else 0.0,
+        engine_log_probs=tuple(experience.engine_log_probs.tolist()),
+        trainer_log_probs=() if trainer is None else tuple(trainer.tolist()),
+        weights_version=experience.weights_version,
+    )
+
+
+def _loggers(config: RFTConfig, finished_steps: int | None) -> list[MetricLogger]:
     (config.output_dir / RUN_MARKER).write_text(json.dumps(config.as_dict(), indent=1))
-    loggers: list[MetricLogger] = [JsonlLogger(config.output_dir / "metrics.jsonl")]
+    loggers: list[MetricLogger] = [JsonlLogger(config.output_dir / "metrics.jsonl", resume_after=finished_steps)]
     if config.tensorboard:
-        loggers.append(TensorBoardLogger(config.output_dir / "tensorboard"))
+        loggers.append(TensorBoardLogger(config.output_dir / "tensorboard", resume_after=finished_steps))
     return loggers

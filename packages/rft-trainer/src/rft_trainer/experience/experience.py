@@ -14,7 +14,7 @@ from rft_trainer.models.layout import TokenLayout, padded_layout, shared_prompt_
 class Experience:
     """One sampled response [T tokens] to one prompt [P tokens].
 
-    Tensors live on the CPU. `group` numbers the prompt within the step, equal for its n responses. Filled at
+    Tensors live on the CPU. `group` is the number of the prompt in its data set, equal for its n responses. Filled at
     generation: ids, engine log-probabilities, version. Filled by the roles, in this order: `old_log_probs` (actor),
     `ref_log_probs`, `reward` and `scores`, then `advantages`.
 
@@ -30,6 +30,7 @@ class Experience:
     engine_log_probs: Tensor
     weights_version: int
     truncated: bool
+    prompt_id: str = ""
     prompt: str = ""
     response: str = ""
     reference: str | None = None

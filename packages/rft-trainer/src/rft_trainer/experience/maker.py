@@ -9,7 +9,7 @@ from rft_rewards import RewardComputationEngine, RewardSample
 from torch import Tensor, nn
 
 from rft_trainer.algorithms import AdvantageEstimator, AdvantageInputs
-from rft_trainer.data import PromptRecord
+from rft_trainer.data import EncodedPrompt
 from rft_trainer.experience.experience import Collator, Experience
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
 from rft_trainer.strategy.protocols import RolloutRuntime
@@ -29,7 +29,6 @@ class FastExperienceMaker:
         rewards: scores responses.
         decode: token ids to text without special tokens, what rewards see.
         estimator: entry of `AdvantageEstimator`.
-        estimator_options: its keywords.
         planner: micro-batches agreed over ranks.
         collator: batches of experiences for the models.
         score_with_actor: compute the actor's log-probabilities now; off when the only update of a rollout uses its own
@@ -44,7 +43,6 @@ class FastExperienceMaker:
         rewards: RewardComputationEngine,
         decode: Callable[[Sequence[int]], str],
         estimator: str,
-        estimator_options: dict[str, Any],
         planner: MicroBatchPlanner,
         collator: Collator,
         score_with_actor: bool,
@@ -54,7 +52,6 @@ class FastExperienceMaker:
         self._rewards = rewards
         self._decode = decode
         self._estimator = AdvantageEstimator.get(estimator)
-        self._estimator_options = estimator_options
         self._planner = planner
         self._collate = collator
         self._score_with_actor = score_with_actor
@@ -62,23 +59,21 @@ class FastExperienceMaker:
 
     def make(
         self,
-        prompts: Sequence[PromptRecord],
+        items: Sequence[int],
+        prompts: Sequence[EncodedPrompt],
         sampling: SamplingParams,
         *,
         step: int,
         actor: nn.Module,
         reference: nn.Module | None,
-        first_group: int,
         timer: PhaseTimer,
     ) -> list[Experience]:
         """This rank's experiences, n per prompt, groups side by side.
 
         Collective over the rollout group (generation) and the world (roles of sharded models).
-        `first_group` is the global number of this rank's first prompt within the step: it enters the seeds, so that
-        the same prompt draws the same samples however the prompts are spread over ranks.
         """
         with timer("generate"):
-            experiences = self.rollout(prompts, sampling, step=step, first_group=first_group)
+            experiences = self.rollout(items, prompts, sampling, step=step)
         if self._score_with_actor:
             with timer("actor_log_probs"):
                 self._score(actor, experiences, "old_log_probs")
@@ -91,25 +86,27 @@ class FastExperienceMaker:
         return experiences
 
     def rollout(
-        self, prompts: Sequence[PromptRecord], sampling: SamplingParams, *, step: int, first_group: int = 0
+        self, items: Sequence[int], prompts: Sequence[EncodedPrompt], sampling: SamplingParams, *, step: int
     ) -> list[Experience]:
-        """Generate only. Collective over the rollout TP group."""
+        """Generate only. Collective over the rollout TP group.
+
+        `items` number the prompts within their data set: they enter the seeds, so that a prompt draws the same samples
+        however the prompts are spread over ranks.
+        """
         requests = [
             GenerationRequest(
-                tuple(prompt.token_ids),
-                seed=request_seed(self._seed, step, first_group + index),
-                request_id=f"{step}-{first_group + index}",
+                prompt.token_ids, seed=request_seed(self._seed, step, item), request_id=f"{step}-{item}"
             )
-            for index, prompt in enumerate(prompts)
+            for item, prompt in zip(items, prompts, strict=True)
         ]
         with self._runtime.awake():
             generations = self._runtime.generate(requests, sampling)
         return [
-            self._experience(generation, prompts[index // sampling.n], first_group + index // sampling.n)
+            self._experience(generation, prompts[index // sampling.n], items[index // sampling.n])
             for index, generation in enumerate(generations)
         ]
 
-    def _experience(self, generation: Generation, prompt: PromptRecord, group: int) -> Experience:
+    def _experience(self, generation: Generation, prompt: EncodedPrompt, group: int) -> Experience:
         response_ids = torch.tensor(generation.token_ids, dtype=torch.long)
         return Experience(
             group=group,
@@ -119,10 +116,11 @@ class FastExperienceMaker:
             engine_log_probs=torch.tensor(generation.log_probs, dtype=torch.float32),
             weights_version=generation.weights_version,
             truncated=generation.truncated,
+            prompt_id=prompt.record.id,
             prompt=prompt.text,
             response=self._decode(generation.token_ids),
-            reference=prompt.reference,
-            label=prompt.label,
+            reference=prompt.record.reference,
+            label=prompt.record.label,
         )
 
     def reward(self, experiences: Sequence[Experience]) -> None:
@@ -138,7 +136,7 @@ class FastExperienceMaker:
         mask = torch.nn.utils.rnn.pad_sequence([e.response_mask for e in experiences], batch_first=True)
         rewards = torch.tensor([e.reward for e in experiences])
         outputs = self._estimator(
-            AdvantageInputs(rewards=rewards, mask=mask, group_size=group_size, **self._estimator_options)
+            AdvantageInputs(rewards=rewards, mask=mask, group_size=group_size)
         )
         for row, experience in enumerate(experiences):
             experience.advantages = outputs.advantages[row, : len(experience.response_ids)]

@@ -114,9 +114,9 @@ class Strategy:
         """Seeded sampler of this rank's share of each global batch."""
         return DataSampler(
             size,
-            batch_size,
+            batch_size=batch_size,
             rank=self.data.rank,
-            world_size=self.data.size,
+            num_ranks=self.data.size,
             shuffle=shuffle,
             seed=self.config.seed,
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from rft_dist import Mean
 from rft_engines import SamplingParams
 
-from rft_trainer.data import PromptRecord
+from rft_trainer.data import EncodedPrompt
 from rft_trainer.experience.experience import Experience
 from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.strategy.protocols import DataParallel
@@ -24,7 +24,7 @@ class Evaluator:
         folder: per-item results go to eval_<step>.rank<r>.jsonl here; None keeps none.
     """
 
-    records: Sequence[PromptRecord]
+    records: Sequence[EncodedPrompt]
     sampling: SamplingParams
     maker: FastExperienceMaker
     data: DataParallel
@@ -33,21 +33,20 @@ class Evaluator:
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics under `eval/`, equal on all ranks. Collective over the world."""
         mine = list(range(self.data.rank, len(self.records), self.data.size))
-        experiences = self.maker.rollout(
-            [self.records[i] for i in mine], self.sampling, step=step, first_group=self.data.rank
-        )
+        experiences = self.maker.rollout(mine, [self.records[i] for i in mine], self.sampling, step=step)
         self.maker.reward(experiences)
         if self.folder is not None:
-            self._keep(step, mine, experiences)
+            self._keep(step, experiences)
         return self.data.reduce_metrics(evaluation_metrics(experiences))
 
-    def _keep(self, step: int, mine: Sequence[int], experiences: Sequence[Experience]) -> None:
+    def _keep(self, step: int, experiences: Sequence[Experience]) -> None:
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"eval_{step:06d}.rank{self.data.rank}.jsonl").open("w") as stream:
-            for place, experience in enumerate(experiences):
+            for experience in experiences:
                 row = {
-                    "item": mine[place // self.sampling.n],
+                    "item": experience.group,
+                    "id": experience.prompt_id,
                     "response": experience.response,
                     "reference": experience.reference,
                     "scores": dict(experience.scores),

@@ -17,6 +17,9 @@ def rollout_metrics(experiences: Sequence[Experience], group_size: int) -> dict[
     mean reward is at least 1, or at most 0, without a spread).
     """
     count = len(experiences)
+    if not experiences:
+        # A rank whose share of a last, smaller batch is empty has nothing to add.
+        return {}
     rewards = torch.tensor([e.reward for e in experiences])
     lengths = torch.tensor([float(len(e.response_ids)) for e in experiences])
     mixed = informative_groups(rewards, group_size)
@@ -25,6 +28,7 @@ def rollout_metrics(experiences: Sequence[Experience], group_size: int) -> dict[
         "rollout/reward": Mean(float(rewards.sum()), count),
         "rollout/response_length": Mean(float(lengths.sum()), count),
         "rollout/response_length_max": Max(float(lengths.max())),
+        "rollout/weights_version": Max(float(max(e.weights_version for e in experiences))),
         "rollout/truncated": Mean(sum(e.truncated for e in experiences), count),
         "rollout/mixed_groups": Mean(float(mixed.sum()), len(mixed)),
         "rollout/all_one": Mean(float((~mixed & (means >= 1)).sum()), len(mixed)),

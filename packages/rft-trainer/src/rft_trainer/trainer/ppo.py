@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from rft_engines import SamplingParams
 from torch import nn
 
 from rft_trainer.checkpoint import CheckpointStore, TrainerState
 from rft_trainer.config import RFTConfig
-from rft_trainer.data import DataSampler, PromptRecord
+from rft_trainer.data import DataSampler, EncodedPrompt, SamplerState
 from rft_trainer.experience.experience import Experience
 from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.report import MetricLogger
@@ -26,7 +26,7 @@ class Progress(Protocol):
 
     def phase(self, name: str) -> AbstractContextManager[object]: ...
 
-    def step_line(self, step: int, metrics: dict[str, float]) -> None: ...
+    def step_line(self, step: int, metrics: dict[str, float], *, total_steps: int | None = None) -> None: ...
 
     def line(self, text: str) -> None: ...
 
@@ -45,7 +45,7 @@ class PPOTrainer:
     backend: TrainingBackend
     runtime: RolloutRuntime
     data: DataParallel
-    prompts: Sequence[PromptRecord]
+    prompts: Sequence[EncodedPrompt]
     sampler: DataSampler
     maker: FastExperienceMaker
     update: PolicyUpdate
@@ -83,14 +83,14 @@ class PPOTrainer:
         """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
         step = self.finished_steps + 1
         self._clock.restart()
-        batch = [self.prompts[i] for i in self.sampler.next_batch()]
+        items = self.sampler.next_batch()
         experiences = self.maker.make(
-            batch,
+            items,
+            [self.prompts[item] for item in items],
             self.sampling,
             step=step,
             actor=self.actor.module,
             reference=self.reference,
-            first_group=self.data.rank * len(batch),
             timer=self._clock,
         )
         with self._clock("update"):
@@ -101,7 +101,6 @@ class PPOTrainer:
             self.keep_rollouts(step, experiences)
         self.finished_steps = step
         metrics = self.data.reduce_metrics({**rollout_metrics(experiences, self.sampling.n), **update})
-        metrics["rollout/weights_version"] = float(max(e.weights_version for e in experiences))
         metrics["sync/version"] = float(report.version)
         metrics["sync/gigabytes_per_second"] = report.gigabytes_per_second
         self._report(step, metrics)
@@ -113,7 +112,7 @@ class PPOTrainer:
         metrics["perf/samples_per_second"] = self.config.samples_per_step / seconds["step"]
         for logger in self.loggers:
             logger.log(step, metrics)
-        self.progress.step_line(step, metrics)
+        self.progress.step_line(step, metrics, total_steps=self.config.max_steps)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate and log; empty without an evaluation set. Collective over the world."""
@@ -135,7 +134,7 @@ class PPOTrainer:
             weights_version=self.runtime.weights_version,
             world_size=self.data.size,
             strategy=self.strategy_name,
-            sampler=self.sampler.state_dict(),
+            sampler=dict(self.sampler.state_dict()),
         )
         with self._clock("checkpoint"):
             folder = self.checkpoints.save(state, lambda shards: self.backend.save(self.actor, shards))
@@ -145,4 +144,4 @@ class PPOTrainer:
         """Continue after the step that `state` was saved at."""
         self.finished_steps = state.step
         self.runtime.resume(state.weights_version)
-        self.sampler.load_state_dict(state.sampler)
+        self.sampler.load_state_dict(cast(SamplerState, state.sampler))

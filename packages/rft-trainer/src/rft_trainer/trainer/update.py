@@ -82,14 +82,19 @@ class PolicyUpdate:
         """Update the actor; metrics under `train/` that still want their reduction. Collective over the world."""
         collected = _Collector()
         actor.module.train()
-        self._buffer.clear()
-        self._buffer.extend(experiences)
-        for mini_batch in self._buffer.mini_batches(self._config.mini_batch_size, self._config.epochs):
+        for mini_batch in self._mini_batches(experiences):
             report = self._one_step(actor, mini_batch, collected)
             collected.add_step(report)
             if not report.skipped:
                 self._on_step()
         return collected.metrics(self._config.kl_coef)
+
+    def _mini_batches(self, experiences: Sequence[Experience]) -> list[list[Experience]]:
+        """The same number on every rank: a rank with fewer responses joins with empty ones. Collective over the world."""
+        self._buffer.clear()
+        self._buffer.extend(experiences)
+        batches = list(self._buffer.mini_batches(self._config.mini_batch_size, self._config.epochs))
+        return batches + [[] for _ in range(self._data.most(len(batches)) - len(batches))]
 
     def _one_step(self, actor: TrainState, mini_batch: list[Experience], collected: "_Collector") -> StepReport:
         batches = self._planner.plan(mini_batch)

@@ -1,0 +1,17 @@
+"""What a run tells: metrics, rollouts and console lines."""
+
+from rft_trainer.report.console import Column, Console, PhaseProgress
+from rft_trainer.report.metrics import JsonlLogger, LoggerGroup, MetricLogger, TensorBoardLogger
+from rft_trainer.report.rollouts import Rollout, RolloutWriter
+
+__all__ = [
+    "Column",
+    "Console",
+    "JsonlLogger",
+    "LoggerGroup",
+    "MetricLogger",
+    "PhaseProgress",
+    "Rollout",
+    "RolloutWriter",
+    "TensorBoardLogger",
+]

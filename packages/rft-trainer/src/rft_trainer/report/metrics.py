@@ -1,0 +1,136 @@
+"""Where the metrics of each step go: JSONL, TensorBoard, or several at once."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+from rft_trainer.errors import ConfigurationError
+
+
+@runtime_checkable
+class MetricLogger(Protocol):
+    """Takes the metrics of one step. Made and called by one rank alone; no call communicates."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record `metrics` under `step`."""
+
+    def close(self) -> None:
+        """Write out what is held back; later calls of `log` are errors."""
+
+
+class JsonlLogger:
+    """One JSON object a step, `{"step": 3, "reward/mean": 0.25, ...}`, readable while the run goes on.
+
+    Values that are not finite are written as the strings "NaN", "Infinity" and "-Infinity", so that each line is JSON
+    for any reader and Python's `float` takes them back.
+
+    Args:
+        path: the file; it is created with its folder.
+        resume_after: None refuses a file that exists; a number keeps its steps up to that one and continues, so a
+            step that is run again after a resume stands there once.
+
+    Raises:
+        ConfigurationError: the file exists and `resume_after` is None, or it cannot be written.
+    """
+
+    def __init__(self, path: str | Path, *, resume_after: int | None = None) -> None:
+        self._path = Path(path)
+        if self._path.exists() and resume_after is None:
+            raise ConfigurationError(f"{self._path} holds an earlier run; choose another output folder or resume it")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_after is not None and self._path.exists():
+                self._keep_until(resume_after)
+            self._file = self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"{self._path} cannot be written: {error}; choose another folder") from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = {"step": step, **{name: _plain(value) for name, value in metrics.items()}}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _keep_until(self, last_step: int) -> None:
+        kept = []
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the run was killed while it wrote this line
+            if row["step"] <= last_step:
+                kept.append(line + "\n")
+        partial = self._path.with_name(self._path.name + ".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        os.replace(partial, self._path)
+
+
+class TensorBoardLogger:
+    """Scalars in TensorBoard's event files.
+
+    Args:
+        folder: of the event files; created when missing.
+        resume_after: steps above it that an earlier run wrote are hidden by TensorBoard.
+
+    Raises:
+        ConfigurationError: the extra `tensorboard` is missing, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, *, resume_after: int | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigurationError(
+                "logging to TensorBoard needs the extra `tensorboard`, which is not installed; run: "
+                "pip install 'rft-trainer[tensorboard]'"
+            ) from error
+        purge_step = None if resume_after is None else resume_after + 1
+        try:
+            self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        except OSError as error:
+            raise ConfigurationError(f"{folder} cannot be written: {error}; choose another folder") from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class LoggerGroup:
+    """Hands each step to several loggers; with none, metrics go nowhere."""
+
+    def __init__(self, loggers: Sequence[MetricLogger] = ()) -> None:
+        self._loggers = tuple(loggers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for logger in self._loggers:
+            logger.log(step, metrics)
+
+    def close(self) -> None:
+        for logger in self._loggers:
+            logger.close()
+
+
+def _plain(value: float) -> float | str:
+    """A number that JSON has a form for; integers stay integers, one-element tensors become floats."""
+    number = value if isinstance(value, int) else float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else ("Infinity" if number > 0 else "-Infinity")

@@ -9,7 +9,7 @@ from gsm8k_app.problems import generate, worked_turns
 from gsm8k_app.recipes import GENERATED, SMOLLM2
 from gsm8k_app.rewards import LABEL
 from rft_engines import EngineConfig
-from rft_rewards import gsm8k_reference
+from rft_rewards import extract_gsm8k
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import EncodedPrompt, PromptDataset, PromptRecord, RecordFields, load_records
 from rft_trainer.models import load_tokenizer
@@ -45,9 +45,7 @@ def prepare_inputs(config: RFTConfig) -> Inputs:
     if config.eval_dataset is not None:
         records = _records(config, config.eval_dataset, "test")[: config.eval_limit]
         held_out = PromptDataset(records, tokenizer, max_prompt_tokens=config.prompt_max_len)
-    train = PromptDataset(
-        _records(config, config.dataset, "train"), tokenizer, max_prompt_tokens=config.prompt_max_len
-    )
+    train = PromptDataset(_records(config, config.dataset, "train"), tokenizer, max_prompt_tokens=config.prompt_max_len)
     return Inputs(
         model_folder=folder, tokenizer=tokenizer, train=train, held_out=held_out, engine=engine_config(config, folder)
     )
@@ -57,7 +55,7 @@ def _records(config: RFTConfig, dataset: str, split: Split) -> list[PromptRecord
     options: dict[str, Any] = {
         "system_prompt": config.system_prompt,
         "input_template": config.input_template,
-        "parse_reference": gsm8k_reference,
+        "parse_reference": gold_answer,
     }
     if dataset == GENERATED:
         fields = RecordFields(**options, example_turns=tuple(worked_turns()))
@@ -75,6 +73,11 @@ def _records(config: RFTConfig, dataset: str, split: Split) -> list[PromptRecord
     if config.label_key is None or dataset == GENERATED:
         records = [replace(record, label=LABEL) for record in records]
     return records
+
+
+def gold_answer(text: str) -> str | None:
+    """The number behind `####`, or a bare answer as it is; None when a marker has no number behind it."""
+    return extract_gsm8k(text, "strict") if "####" in text else text.strip() or None
 
 
 def engine_config(config: RFTConfig, model_folder: str) -> EngineConfig:

@@ -141,3 +141,15 @@ def _worked_answer(chain: Sequence[Operation], numbers: Sequence[int]) -> str:
         lines.append(f"{value} {sign[operation]} {number} = {result}")
         value = result
     return "\n".join([*lines, f"#### {value}"])
+
+
+def worked_turns():
+    shown = (
+        ("Tom has 3 apples. He buys 4 more apples. How many apples does Tom have now?", "3 + 4 = 7\n#### 7"),
+        ("Ann has 9 cups. She breaks 2 of them. How many cups does Ann have now?", "9 - 2 = 7\n#### 7"),
+        (
+            "There are 3 bags with 5 nuts each. Then 2 nuts are eaten. How many nuts are left?",
+            "3 * 5 = 15\n15 - 2 = 13\n#### 13",
+        ),
+    )
+    return [{"role": role, "content": text} for pair in shown for role, text in zip(("user", "assistant"), pair)]

@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 import pytest
+
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import ConfigurationError
@@ -13,7 +14,13 @@ def test_all_problems_come_at_once_with_value_and_remedy():
         RFTConfig(max_steps=0, top_p=1.5, n_samples_per_prompt=0, input_template="no place", lr_scheduler="steps")
     lines = str(caught.value).splitlines()
     assert len(lines) == 5
-    for words in (("max_steps", "0"), ("top_p", "1.5"), ("n_samples_per_prompt", "0"), ("input_template", "{}"), ("steps",)):
+    for words in (
+        ("max_steps", "0"),
+        ("top_p", "1.5"),
+        ("n_samples_per_prompt", "0"),
+        ("input_template", "{}"),
+        ("steps",),
+    ):
         assert any(all(word in line for word in words) for line in lines), words
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from rft_dist import TorchrunEnvironment
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import ConfigurationError

@@ -236,9 +236,7 @@ class RFTConfig:
     def actor_optimizer(self) -> OptimizerConfig:
         """The part that the actor's optimiser is built from."""
         return OptimizerConfig(
-            adamw=AdamWConfig(
-                lr=self.actor_learning_rate, betas=self.adam_betas, weight_decay=self.weight_decay
-            ),
+            adamw=AdamWConfig(lr=self.actor_learning_rate, betas=self.adam_betas, weight_decay=self.weight_decay),
             schedule=ScheduleConfig(
                 kind=self.lr_scheduler,
                 warmup_steps=self.lr_warmup_steps,

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from rft_dist import raise_together
-from rft_sync import ParameterSource, ParamMeta, plan_buckets, source_for
 from torch import Tensor
 
+from rft_dist import raise_together
+from rft_sync import ParameterSource, ParamMeta, plan_buckets, source_for
 from rft_trainer.errors import CheckpointError
 from rft_trainer.strategy.protocols import TrainState
 
@@ -41,9 +41,11 @@ def export_model(
     _agreed(lambda: _prepare(partial), writing, folder, group)
     for number, names, tensors in _files(source, metadata, max_file_bytes):
         name = f"model-{number:05d}.safetensors"
-        _agreed(lambda name=name, tensors=tensors: _save(partial / name, tensors), writing, folder, group)  # type: ignore[misc]
+        _agreed(lambda name=name, tensors=tensors: _save(partial / name, tensors), writing, folder, group)
         files.update(dict.fromkeys(names, name))
-    _agreed(lambda: _finish(partial, folder, state.checkpoint_module, tokenizer, files, metadata), writing, folder, group)
+    _agreed(
+        lambda: _finish(partial, folder, state.checkpoint_module, tokenizer, files, metadata), writing, folder, group
+    )
 
 
 def _files(
@@ -96,4 +98,3 @@ def _finish(
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
-

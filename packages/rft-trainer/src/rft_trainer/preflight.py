@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rft_dist import ParallelLayout, TorchrunEnvironment
-
 from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_kl_kind
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import ConfigurationError

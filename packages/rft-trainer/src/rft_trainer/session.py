@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rft_engines import SamplingParams
-from rft_rewards import RewardComputationEngine
 from torch import nn
 
+from rft_engines import SamplingParams
+from rft_rewards import RewardComputationEngine
 from rft_trainer.algorithms import LossOptions
 from rft_trainer.checkpoint import CheckpointStore, TrainerState
 from rft_trainer.config import RFTConfig
@@ -97,9 +97,7 @@ def _maker_and_update(
         max_tokens=config.max_tokens_per_micro_batch,
         keep_order=config.share_prompts,
     )
-    collator = Collator(
-        pad_token_id=tokenizer.pad_token_id, device=strategy.device, share_prompts=config.share_prompts
-    )
+    collator = Collator(pad_token_id=tokenizer.pad_token_id, device=strategy.device, share_prompts=config.share_prompts)
     maker = FastExperienceMaker(
         runtime=strategy.runtime,
         rewards=ingredients.rewards,

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
+
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
 from rft_trainer.models import Actor, load_causal_model, padded_layout, shared_prompt_layout
 from rft_trainer.testing import tiny_model_folder
-from torch import nn
 
 # Two groups; one response is empty.
 ROWS = [([5, 6, 7], [8, 9]), ([5, 6, 7], []), ([5, 6, 7], [40]), ([11, 12], [13, 14, 15, 16]), ([11, 12], [13, 90])]
@@ -73,7 +74,9 @@ def test_responses_to_one_prompt_share_its_tokens():
 
 @pytest.mark.parametrize(("side", "positions"), [("left", [0, 0, 0, 1]), ("right", [0, 1, 1, 1])])
 def test_positions_count_real_tokens_only(side, positions):
-    rows = padded_layout([torch.tensor([1]), torch.tensor([1, 2, 3])], [torch.tensor([2]), torch.tensor([4])], 0, side=side)
+    rows = padded_layout(
+        [torch.tensor([1]), torch.tensor([1, 2, 3])], [torch.tensor([2]), torch.tensor([4])], 0, side=side
+    )
     assert rows.position_ids[0].tolist() == positions
     assert rows.position_ids.dtype == torch.long
 

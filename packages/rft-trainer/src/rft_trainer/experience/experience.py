@@ -77,9 +77,7 @@ class Collator:
     def __call__(self, experiences: Sequence[Experience]) -> ExperienceBatch:
         """A batch of at least one experience."""
         arrange = shared_prompt_layout if self.share_prompts else padded_layout
-        layout = arrange(
-            [e.prompt_ids for e in experiences], [e.response_ids for e in experiences], self.pad_token_id
-        )
+        layout = arrange([e.prompt_ids for e in experiences], [e.response_ids for e in experiences], self.pad_token_id)
 
         def columns(name: str) -> Tensor | None:
             tensors = [getattr(e, name) for e in experiences]

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from rft_engines import Generation, GenerationRequest, SamplingParams, request_seed
-from rft_rewards import RewardComputationEngine, RewardSample
 from torch import Tensor, nn
 
+from rft_engines import Generation, GenerationRequest, SamplingParams, request_seed
+from rft_rewards import RewardComputationEngine, RewardSample
 from rft_trainer.algorithms import AdvantageEstimator, AdvantageInputs
 from rft_trainer.data import EncodedPrompt
 from rft_trainer.experience.experience import Collator, Experience
@@ -94,9 +94,7 @@ class FastExperienceMaker:
         however the prompts are spread over ranks.
         """
         requests = [
-            GenerationRequest(
-                prompt.token_ids, seed=request_seed(self._seed, step, item), request_id=f"{step}-{item}"
-            )
+            GenerationRequest(prompt.token_ids, seed=request_seed(self._seed, step, item), request_id=f"{step}-{item}")
             for item, prompt in zip(items, prompts, strict=True)
         ]
         with self._runtime.awake():
@@ -135,9 +133,7 @@ class FastExperienceMaker:
             return
         mask = torch.nn.utils.rnn.pad_sequence([e.response_mask for e in experiences], batch_first=True)
         rewards = torch.tensor([e.reward for e in experiences])
-        outputs = self._estimator(
-            AdvantageInputs(rewards=rewards, mask=mask, group_size=group_size)
-        )
+        outputs = self._estimator(AdvantageInputs(rewards=rewards, mask=mask, group_size=group_size))
         for row, experience in enumerate(experiences):
             experience.advantages = outputs.advantages[row, : len(experience.response_ids)]
 

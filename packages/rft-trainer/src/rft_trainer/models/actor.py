@@ -97,9 +97,7 @@ class Actor(nn.Module):
         )[0]
         mask = layout.mask
         head = cast(Any, self.model).get_output_embeddings()
-        log_probs, entropy = head(
-            hidden.flatten(0, 1)[layout.predictors[mask]], layout.labels[mask], **self._scoring
-        )
+        log_probs, entropy = head(hidden.flatten(0, 1)[layout.predictors[mask]], layout.labels[mask], **self._scoring)
         return TokenScores(_scatter(log_probs, mask), _scatter(entropy, mask))
 
 

@@ -70,9 +70,7 @@ def padded_layout(
     )
 
 
-def shared_prompt_layout(
-    prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_token_id: int
-) -> TokenLayout:
+def shared_prompt_layout(prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_token_id: int) -> TokenLayout:
     """One row per run of equal prompts: the prompt once, then its responses side by side, blind to each other.
 
     A group of n responses costs P + n * T tokens instead of n * (P + T); the scores are the same numbers. The mask is
@@ -126,6 +124,8 @@ def _columns(tensors: Sequence[Tensor]) -> Tensor:
 
 def _check(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
     if len(prompts) != len(responses) or not prompts:
-        raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses: give one of each for every row, at least one")
+        raise ValueError(
+            f"{len(prompts)} prompts and {len(responses)} responses: give one of each for every row, at least one"
+        )
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt is empty: nothing would predict the first response token; give at least one token")

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rft_dist import all_reduce_metrics, balanced_micro_batches, raise_together
 from torch import Tensor
+
+from rft_dist import all_reduce_metrics, balanced_micro_batches, raise_together
 
 
 class WorldDataParallel:
@@ -15,7 +16,7 @@ class WorldDataParallel:
     `group` is the gloo twin of the world, for numbers that are on the host anyway.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.device = device

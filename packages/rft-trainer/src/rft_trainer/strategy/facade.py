@@ -10,11 +10,11 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
 from rft_dist import DistributedConfig, DistributedSession, ParallelLayout, build_rollout_groups, distributed_session
 from rft_engines import EngineConfig, Generation, GenerationRequest, SamplingParams, create_engine
 from rft_sync import SyncReport
-from torch import Tensor, nn
-
 from rft_trainer.config import OptimizerConfig, RFTConfig
 from rft_trainer.data import DataSampler
 from rft_trainer.export import export_model
@@ -221,9 +221,7 @@ class DeepspeedStrategy(Strategy):
     initialise = staticmethod(DeepspeedBackend.initialise)
 
     def _make_backend(self, device: torch.device, bf16: bool) -> DeepspeedBackend:
-        return DeepspeedBackend(
-            device, stage=self.config.zero_stage, bf16=bf16, adam_offload=self.config.adam_offload
-        )
+        return DeepspeedBackend(device, stage=self.config.zero_stage, bf16=bf16, adam_offload=self.config.adam_offload)
 
 
 def get_strategy(args: RFTConfig) -> Strategy:

@@ -76,18 +76,16 @@ class FSDPBackend:
 
     def save(self, state: TrainState, folder: Path) -> None:
         """Write a torch distributed checkpoint. Collective over the world."""
-        import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         model, optimizer = get_state_dict(state.network, state.optimizer)
-        dcp.save(
-            {"model": model, "optimizer": optimizer, "scheduler": state.scheduler.state_dict()}, checkpoint_id=folder
-        )
+        save({"model": model, "optimizer": optimizer, "scheduler": state.scheduler.state_dict()}, checkpoint_id=folder)
 
     def load(self, state: TrainState, folder: Path) -> None:
         """Read a torch distributed checkpoint in place; any world size. Collective over the world."""
-        import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         model, optimizer = get_state_dict(state.network, state.optimizer)
         content: dict[str, Any] = {
@@ -95,7 +93,7 @@ class FSDPBackend:
             "optimizer": optimizer,
             "scheduler": state.scheduler.state_dict(),
         }
-        dcp.load(content, checkpoint_id=folder)
+        load(content, checkpoint_id=folder)
         set_state_dict(
             state.network,
             state.optimizer,

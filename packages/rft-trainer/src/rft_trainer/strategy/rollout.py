@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from rft_dist import RolloutGroups
 from rft_engines import Generation, GenerationRequest, RolloutEngine, SamplingParams, gather_and_generate
 from rft_sync import BroadcastConfig, BroadcastManager, SyncReport
-
 from rft_trainer.errors import StaleWeightsError
 from rft_trainer.strategy.protocols import TrainState
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rft_dist import Mean
 from rft_engines import SamplingParams
-
 from rft_trainer.data import EncodedPrompt
 from rft_trainer.experience.experience import Experience
 from rft_trainer.experience.maker import FastExperienceMaker

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 import torch
-from rft_dist import Max, Mean
 
+from rft_dist import Max, Mean
 from rft_trainer.algorithms import informative_groups
 from rft_trainer.experience.experience import Experience
 

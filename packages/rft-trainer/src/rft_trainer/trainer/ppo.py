@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from rft_engines import SamplingParams
 from torch import nn
 
+from rft_engines import SamplingParams
 from rft_trainer.checkpoint import CheckpointStore, TrainerState
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import DataSampler, EncodedPrompt, SamplerState

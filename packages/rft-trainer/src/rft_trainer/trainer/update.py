@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from rft_dist import Max, Mean, Sum
 from torch import Tensor, nn
 
+from rft_dist import Max, Mean, Sum
 from rft_trainer.algorithms import (
     LossInputs,
     LossOptions,

@@ -42,6 +42,11 @@ class LiveTensor:
         return found
 
 
+def is_kind(module: object, *names: str) -> bool:
+    """Whether a class of `module` has one of `names`: told without importing the library that defines it."""
+    return any(base.__name__ in names for base in type(module).__mro__)
+
+
 def inner_module(module: nn.Module) -> nn.Module | None:
     """The module that `module` merely wraps (DDP, torch.compile, activation checkpointing, DeepSpeed), or None."""
     for base in type(module).__mro__:

@@ -20,10 +20,19 @@ from rft_sync.naming import PrefixMap
 from rft_sync.parameters import Bucket, FlatTensor, ParamMeta, plan_buckets
 from rft_sync.receivers import ModuleReceiver, RecordingReceiver, WeightReceiver, receiver_for
 from rft_sync.report import SyncReport
-from rft_sync.sources import FSDPSource, ModuleSource, ParameterSource, ZeroSource, source_for
+from rft_sync.sources import (
+    AdapterSource,
+    FSDPSource,
+    MergedLoRASource,
+    ModuleSource,
+    ParameterSource,
+    ZeroSource,
+    source_for,
+)
 from rft_sync.verification import Verification, verify
 
 __all__ = [
+    "AdapterSource",
     "BroadcastConfig",
     "BroadcastManager",
     "Bucket",
@@ -34,6 +43,7 @@ __all__ = [
     "IncompleteGroup",
     "Manifest",
     "ManifestMismatch",
+    "MergedLoRASource",
     "ModuleReceiver",
     "ModuleSource",
     "NonFiniteWeight",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rft_sync.errors import UnsupportedCombination
 
@@ -39,6 +40,11 @@ class LiveTensor:
         found = (self.owner._buffers if self.buffer else self.owner._parameters)[self.attribute]
         assert found is not None  # the walk lists only what exists
         return found
+
+
+def is_kind(module: object, *names: str) -> bool:
+    """Whether a class of `module` has one of `names`: told without importing the library that defines it."""
+    return any(base.__name__ in names for base in type(module).__mro__)
 
 
 def inner_module(module: nn.Module) -> nn.Module | None:

@@ -103,6 +103,7 @@ class Update:
                 bucket_bytes=self._config.bucket_bytes,
                 groups=self._config.fused_groups,
                 kind=getattr(self._source, "kind", "full"),
+                adapter_config=_call(self._source, "adapter_config"),
             )
             manifest.buckets()
         except Exception as found:  # noqa: BLE001 -- raised on every rank by the agreement

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from rft_sync.errors import UnsupportedCombination
-from rft_sync.live import unwrap
+from rft_sync.live import is_kind, unwrap
 from rft_sync.sources.assembly import CheckpointSource, DtypePolicy
+from rft_sync.sources.lora import MergedLoRASource, has_adapters
 from rft_sync.sources.whole import FSDPSource, ModuleSource, ZeroSource
 
 
@@ -26,11 +27,13 @@ def source_for(model: nn.Module, *, dtype: DtypePolicy = None, keep_fp32: Sequen
             f"{type(model).__name__} and source_for: give a torch module, or write a ParameterSource (metadata, gather)"
         )
     inner = unwrap(model)
+    if has_adapters(inner):
+        return MergedLoRASource(model, dtype=dtype, keep_fp32=keep_fp32)
     if any(hasattr(parameter, "ds_id") for parameter in inner.parameters()):
         return ZeroSource(model, dtype=dtype, keep_fp32=keep_fp32)
-    sharded_modules = any(base.__name__ == "FSDPModule" for module in inner.modules() for base in type(module).__mro__)
+    sharded_modules = any(is_kind(module, "FSDPModule") for module in inner.modules())
     if sharded_modules or any(type(parameter).__name__ == "DTensor" for parameter in inner.parameters()):
         return FSDPSource(model, dtype=dtype, keep_fp32=keep_fp32)
-    if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):
+    if is_kind(model, "DeepSpeedEngine"):
         return ZeroSource(model, dtype=dtype, keep_fp32=keep_fp32)
     return ModuleSource(model, dtype=dtype, keep_fp32=keep_fp32)

@@ -5,12 +5,18 @@ from collections.abc import Sequence
 from torch import nn
 
 from rft_sync.errors import UnsupportedCombination
-from rft_sync.live import live_tensors, unwrap
+from rft_sync.live import is_kind, live_tensors, unwrap
 from rft_sync.partition import Partition, Redistributed, placement_of
 from rft_sync.sources.assembly import CheckpointSource, DtypePolicy, ExportTensor
 
 
 def _export_all(model: nn.Module) -> tuple[Sequence[ExportTensor], Sequence[str]]:
+    for name, module in model.named_modules():
+        if is_kind(module, "BaseTunerLayer", "AuxiliaryTrainingWrapper"):
+            raise UnsupportedCombination(
+                f"adapter layer {name} and a full-weight source: use source_for, MergedLoRASource or AdapterSource",
+                [name],
+            )
     found, skipped = live_tensors(model)
     return [ExportTensor(live.name, (live,)) for live in found], skipped
 
@@ -18,7 +24,7 @@ def _export_all(model: nn.Module) -> tuple[Sequence[ExportTensor], Sequence[str]
 def reshard(model: nn.Module) -> None:
     """Free FSDP2's gathered copies, which a forward without backward leaves in the root. No communication."""
     for module in model.modules():
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+        if is_kind(module, "FSDPModule"):
             module.reshard()  # type: ignore[operator]
 
 

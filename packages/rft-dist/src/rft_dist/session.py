@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rft_dist.config import DistributedConfig
 from rft_dist.environment import TorchrunEnvironment
 from rft_dist.errors import DeviceError, EnvironmentVariableError, RendezvousError
+from rft_dist.guard import CollectiveGuard
 
 Initializer = Callable[[str, timedelta], object]
 
@@ -68,6 +69,8 @@ def distributed_session(
         if not joined:
             _initialize(config, environment, device, initializer)
             stack.callback(_destroy_default)
+        if config.guard:
+            stack.enter_context(CollectiveGuard(timeout_seconds=config.guard_timeout_seconds))
         yield DistributedSession(
             rank=environment.rank,
             local_rank=environment.local_rank,

@@ -107,8 +107,8 @@ class Board:
 def wait_for(store: Store, keys: list[str], seconds: float) -> bool:
     """Waits for keys in a store; False when they did not all come in time.
 
-    Asks again and again rather than with the store's own `wait`: that blocks the connection for everybody else, and each
-    kind of store reports its end in another way.
+    Asks again and again rather than with the store's own `wait`: that blocks the connection for everybody else, and
+    each kind of store reports its end in another way.
     """
     deadline = time.monotonic() + seconds
     pause = _FIRST_PAUSE_SECONDS

@@ -7,6 +7,7 @@ import pickle
 import random
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rft_dist.agreement import packed_error
+from rft_dist.guard import CollectiveGuard
 
 READY, RETURNED, FAILED = "ready", "returned", "failed"
 
@@ -34,6 +36,7 @@ class RankTask:
         environment: variables of the parent.
         port: a port that was free a moment ago; nothing of rft-dist takes it.
         timeout_seconds: of the default group.
+        guard: whether the function runs under a `CollectiveGuard`.
     """
 
     payload: bytes
@@ -44,6 +47,7 @@ class RankTask:
     environment: dict[str, str]
     port: int
     timeout_seconds: float
+    guard: bool
 
     def stack_file(self, rank: int) -> Path:
         """Where the rank writes its threads' stacks when it is asked to."""
@@ -67,7 +71,8 @@ def run_rank(task: RankTask, rank: int, pipe: Connection) -> None:
         )
         function, args, kwargs = pickle.loads(task.payload)
         pipe.send((READY, b""))
-        report = (RETURNED, pickle.dumps(function(rank, task.world_size, *args, **kwargs)))
+        with CollectiveGuard(timeout_seconds=task.timeout_seconds) if task.guard else nullcontext():
+            report = (RETURNED, pickle.dumps(function(rank, task.world_size, *args, **kwargs)))
     except BaseException as error:  # noqa: BLE001 - SystemExit too: everything is reported to the parent
         report = (FAILED, packed_error(error))
     pipe.send(report)

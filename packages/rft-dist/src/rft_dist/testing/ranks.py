@@ -30,6 +30,9 @@ _DEATH_SECONDS = 0.2
 # How long a late rank's stacks take to be written.
 _STACK_SECONDS = 0.3
 
+# Slow imports that are known to start no threads, which a fork would lose.
+_SHARED_MODULES = ("numpy", "pytest", "torch._dynamo", "torch.distributed.fsdp", "transformers")
+
 _context = multiprocessing.get_context("forkserver")
 _preloaded = ["torch", "torch.distributed", "rft_dist.testing.process"]
 
@@ -44,7 +47,12 @@ def preload(*modules: str) -> None:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 60.0, **kwargs: Any
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = 60.0,
+    guard: bool = True,
+    **kwargs: Any,
 ) -> list[Any]:
     """Runs fn(rank, world_size, *args, **kwargs) on spawned ranks and returns what each returned, by rank.
 
@@ -56,6 +64,7 @@ def run_ranks(
         world_size: number of ranks.
         args: picklable.
         timeout_seconds: how long fn may take.
+        guard: run fn under a `CollectiveGuard`, so that mispaired collectives fail at once and say where.
         kwargs: picklable.
 
     Raises:
@@ -78,6 +87,7 @@ def run_ranks(
             port=_free_port(),
             # The parent's time-out comes first: it knows which rank is late.
             timeout_seconds=timeout_seconds + 60.0,
+            guard=guard,
         )
         with _started(task) as ranks:
             return _outcome(ranks, timeout_seconds)
@@ -126,8 +136,8 @@ class _Rank:
 
 
 def _start_server() -> None:
-    # What the caller's tests import in every rank is cheaper to import once.
-    preload(*(name for name in ("numpy", "pytest") if name in sys.modules))
+    # What the caller has imported its ranks will need: once in their parent is cheaper than once in each of them.
+    preload(*(name for name in _SHARED_MODULES if name in sys.modules))
     _context.set_forkserver_preload(_preloaded)
 
 

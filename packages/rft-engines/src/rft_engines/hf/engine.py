@@ -1,7 +1,7 @@
 """The embedded engine."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,12 @@ class HFEngine(ManagedEngine):
     def _restore(self, tags: Sequence[str]) -> None:
         if "weights" in tags:
             self._storage.restore()
+
+    def _memory_in_use(self) -> Mapping[str, int]:
+        weights = self._storage.resident_bytes()
+        if self._model.device.type != "cuda":
+            return {"weights": weights}
+        return {"weights": weights, "other": torch.cuda.memory_allocated(self._model.device) - weights}
 
     def _drop_caches(self) -> bool:
         # Nothing outlives a generate call.

@@ -14,6 +14,10 @@ from rft_engines.sampling import SamplingParams
 from rft_engines.testing.probe import GREEDY, Check, EngineProbe, require, require_equal, require_refused
 
 
+def _greedy(engine: RolloutEngine, probe: EngineProbe) -> list[tuple[int, ...]]:
+    return [sample.token_ids for sample in engine.generate(probe.requests(), GREEDY)]
+
+
 def the_contract_covers_both_levels(engine: RolloutEngine, probe: EngineProbe) -> None:
     contract = engine.contract
     for level in contract.effects:
@@ -38,10 +42,10 @@ def a_sleeping_engine_refuses_generate(engine: RolloutEngine, probe: EngineProbe
 
 
 def kept_weights_answer_as_before(engine: RolloutEngine, probe: EngineProbe) -> None:
-    before = engine.generate(probe.requests(), GREEDY)
+    before = _greedy(engine, probe)
     engine.sleep(1)
     engine.wake_up()
-    require_equal(engine.generate(probe.requests(), GREEDY), before, "greedy samples after sleep(1) and wake_up")
+    require_equal(_greedy(engine, probe), before, "greedy tokens after sleep(1) and wake_up")
 
 
 def waking_is_staged(engine: RolloutEngine, probe: EngineProbe) -> None:
@@ -65,7 +69,7 @@ def deeper_sleep_needs_a_wake_up(engine: RolloutEngine, probe: EngineProbe) -> N
 
 
 def dropped_weights_must_be_loaded_before_generate(engine: RolloutEngine, probe: EngineProbe) -> None:
-    before = engine.generate(probe.requests(), GREEDY)
+    before = _greedy(engine, probe)
     engine.sleep(2)
     engine.wake_up()
     require_equal(engine.state, EngineState.WEIGHTS_UNDEFINED, "state after waking without weights")
@@ -73,7 +77,7 @@ def dropped_weights_must_be_loaded_before_generate(engine: RolloutEngine, probe:
     probe.update(engine, engine.weights_version)
     require_equal(engine.state, EngineState.READY, "state after the update")
     if probe.load_weights is not None:
-        require_equal(engine.generate(probe.requests(), GREEDY), before, "greedy samples after the update")
+        require_equal(_greedy(engine, probe), before, "greedy tokens after the update")
 
 
 def sleeping_again_does_not_define_weights(engine: RolloutEngine, probe: EngineProbe) -> None:
@@ -126,9 +130,9 @@ def an_update_must_be_begun(engine: RolloutEngine, probe: EngineProbe) -> None:
 
 
 def prefixes_can_be_forgotten_at_any_time(engine: RolloutEngine, probe: EngineProbe) -> None:
-    before = engine.generate(probe.requests(), GREEDY)
+    before = _greedy(engine, probe)
     require(engine.reset_prefix_cache(), "the prefix cache of an idle engine was not emptied")
-    require_equal(engine.generate(probe.requests(), GREEDY), before, "greedy samples after emptying the prefix cache")
+    require_equal(_greedy(engine, probe), before, "greedy tokens after emptying the prefix cache")
     engine.sleep(1)
     require(engine.reset_prefix_cache(), "resetting a released prefix cache is a no-op that succeeds")
 

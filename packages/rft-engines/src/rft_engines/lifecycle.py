@@ -3,12 +3,13 @@
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rft_engines.contract import KV_CACHE, WEIGHTS, Fate, SleepContract, SleepLevel
 from rft_engines.errors import EngineStateError
 from rft_engines.generation import Generation, GenerationRequest, check_requests
+from rft_engines.memory import SleepMemory
 from rft_engines.protocol import EngineState
 from rft_engines.sampling import SamplingParams
 
@@ -36,6 +37,7 @@ class ManagedEngine(ABC):
         self._running = threading.Lock()
         self._running_requests = 0
         self._logged_sampling: set[tuple[float, float, int]] = set()
+        self.sleep_memory = SleepMemory()
 
     # What a subclass gives.
 
@@ -87,6 +89,10 @@ class ManagedEngine(ABC):
     @abstractmethod
     def _shut_down(self) -> None:
         """Give everything back."""
+
+    def _memory_in_use(self) -> Mapping[str, int]:
+        """Bytes in use by owner, measured while asleep; empty where the engine cannot tell."""
+        return {}
 
     # States.
 
@@ -190,6 +196,9 @@ class ManagedEngine(ABC):
             self._release(wanted)
         self._slept_at = wanted
         self._awake = set()
+        in_use = self._memory_in_use()
+        if in_use:
+            self.sleep_memory.record(in_use)
         if self.contract.effect(wanted).weights is Fate.UNDEFINED:
             self._weights_defined = False
             self._undefined_because = f"sleep({wanted}) dropped them"

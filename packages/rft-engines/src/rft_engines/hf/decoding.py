@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from rft_engines.generation import FinishReason
 from rft_engines.hf.cache import WaveCache
 from rft_engines.hf.rows import Row, StepBudget
 from rft_engines.hf.sampler import choose_tokens
@@ -95,17 +94,16 @@ def decode_wave(
     stops: StopRules,
     budget: StepBudget,
 ) -> None:
-    """Decode all rows of a wave; afterwards each has its tokens and a finish reason.
+    """Decode the rows of a wave until each has ended or the budget is spent.
 
     `rows` holds n rows for each request in the order of `wave.places`.
     """
     prompts = [row.prompt for row in rows[:: sampling.n]]
     active = list(rows)
     if budget.spent():
-        active = _abort(active)
-    else:
-        logits, cache = decoder.start(prompts, samples=sampling.n, wave=wave)
-    while active:
+        return
+    logits, cache = decoder.start(prompts, samples=sampling.n, wave=wave)
+    while True:
         uniforms = torch.tensor(
             [row.stream.at(len(row.tokens)) for row in active], dtype=torch.float64, device=decoder.device
         )
@@ -113,16 +111,9 @@ def decode_wave(
         for row, token, log_prob in zip(active, tokens.tolist(), log_probs.tolist(), strict=True):
             row.take(token, log_prob, stops)
         active = _drop_finished(active, cache)
-        if active and budget.spent():
-            active = _abort(active)
-        if active:
-            logits = decoder.step(active, cache)
-
-
-def _abort(rows: Sequence[Row]) -> list[Row]:
-    for row in rows:
-        row.finish_reason = FinishReason.ABORT
-    return []
+        if not active or budget.spent():
+            return
+        logits = decoder.step(active, cache)
 
 
 def _drop_finished(rows: list[Row], cache: WaveCache) -> list[Row]:

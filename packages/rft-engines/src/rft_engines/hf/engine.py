@@ -1,7 +1,7 @@
 """The embedded engine."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,23 +168,10 @@ class HFEngine(ManagedEngine):
         finally:
             self._aborted.clear()
         return [
-            self._generation(request, row, sampling) for request, own in zip(requests, rows, strict=True) for row in own
+            row.generation(sample_id(request, row.place), sampling, self.weights_version)
+            for request, own in zip(requests, rows, strict=True)
+            for row in own
         ]
-
-    def _generation(self, request: GenerationRequest, row: Row, sampling: SamplingParams) -> Generation:
-        assert row.finish_reason is not None
-        return Generation(
-            request_id=sample_id(request, row.place),
-            sample_index=row.sample_index,
-            prompt_token_ids=row.prompt,
-            token_ids=tuple(row.tokens),
-            log_probs=tuple(row.log_probs),
-            finish_reason=row.finish_reason,
-            weights_version=self.weights_version,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-        )
 
     def _abort_running(self) -> None:
         self._aborted.set()
@@ -195,6 +182,12 @@ class HFEngine(ManagedEngine):
     def _restore(self, tags: Sequence[str]) -> None:
         if "weights" in tags:
             self._storage.restore()
+
+    def _memory_in_use(self) -> Mapping[str, int]:
+        weights = self._storage.resident_bytes()
+        if self._model.device.type != "cuda":
+            return {"weights": weights}
+        return {"weights": weights, "other": torch.cuda.memory_allocated(self._model.device) - weights}
 
     def _drop_caches(self) -> bool:
         # Nothing outlives a generate call.

@@ -20,6 +20,10 @@ class ParameterStorage:
         storages = [parameter.untyped_storage() for parameter in self._model.parameters()]
         return {storage._cdata: storage for storage in storages}
 
+    def resident_bytes(self) -> int:
+        """Bytes the parameters take where they live."""
+        return sum(storage.nbytes() for storage in self._storages().values())
+
     def release(self, *, keep: bool) -> None:
         """Free the parameters' memory; with `keep`, copy to host memory first (on the CPU they stay in place)."""
         storages = self._storages()

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rft_engines.generation import FinishReason
+from rft_engines.generation import FinishReason, Generation
 from rft_engines.hf.stops import StopRules
+from rft_engines.sampling import SamplingParams
 from rft_engines.seeds import UniformStream
 
 
@@ -29,6 +30,21 @@ class Row:
             self.finish_reason = FinishReason.STOP
         elif len(self.tokens) >= self.budget:
             self.finish_reason = FinishReason.LENGTH
+
+    def generation(self, request_id: str, sampling: SamplingParams, weights_version: int) -> Generation:
+        """The sample as it stands; one that has not ended was aborted."""
+        return Generation(
+            request_id=request_id,
+            sample_index=self.sample_index,
+            prompt_token_ids=self.prompt,
+            token_ids=tuple(self.tokens),
+            log_probs=tuple(self.log_probs),
+            finish_reason=self.finish_reason or FinishReason.ABORT,
+            weights_version=weights_version,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+        )
 
 
 class StepBudget:

@@ -217,7 +217,7 @@ for _entry in (
     ),
     PolicyLoss(
         name="cpgd",
-        defaults={"clip_low": 0.2, "clip_high": 0.2, "drift_coef": 0.0, "drift_cap": 1.0},
+        defaults={"clip_low": 0.2, "clip_high": 0.2, "drift_coef": 0.0, "drift_cap": 0.2},
         paper="CPGD, Liu et al., arXiv 2505.12504",
         compute=surrogates.cpgd,
     ),

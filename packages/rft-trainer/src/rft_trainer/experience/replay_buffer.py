@@ -68,7 +68,7 @@ class ReplayBuffer(Generic[Item]):
         largest = max((len(unit) for unit in units), default=0)
         if largest > size:
             raise ConfigurationError(
-                f"a group of {largest} responses does not fit into mini-batches of {size}; raise the mini-batch size to "
+                f"a group of {largest} responses does not fit into mini-batches of {size}; raise the size to "
                 "a multiple of the group, or switch keep_groups off"
             )
         return self._draw(units, size, epochs)

@@ -216,8 +216,19 @@ def _tile_rows(weight: Tensor) -> int:
     return max(1, _WEIGHT_TILE_ELEMENTS // weight.shape[1])
 
 
+def _log_distribution(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cut: Truncation, threshold: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """([n, V] log-probs of a chunk, -inf where cut, and the threshold [n, 1] of the cut); a given one is reused."""
+    scaled = _scaled_logits(hidden, weight, bias, cut.temperature)
+    if cut.cuts:
+        threshold = cut.threshold(scaled) if threshold is None else threshold
+        scaled.masked_fill_(_dropped(scaled, labels, threshold), -torch.inf)
+    return scaled.log_softmax(dim=-1), threshold
+
+
 class _HeadLogProbs(torch.autograd.Function):
-    """(log-prob, entropy) of each token; saves per token only the normaliser, the threshold and the entropy."""
+    """(log-prob, entropy) of each token; saves per token only the entropy and the threshold of the cut."""
 
     @staticmethod
     def forward(
@@ -231,22 +242,19 @@ class _HeadLogProbs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
-        log_probs = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-        normaliser = torch.empty_like(log_probs)
+        log_probs = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros_like(log_probs)
-        threshold = torch.full((tokens if truncation.cuts else 0,), -torch.inf, device=hidden.device)
+        thresholds = torch.zeros(tokens if truncation.cuts else 0, 1, device=hidden.device)
         for start in range(0, tokens, chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            scaled = _scaled_logits(hidden[part], weight, bias, truncation.temperature)
             index = labels[part, None]
-            if truncation.cuts:
-                threshold[part] = truncation.threshold(scaled).squeeze(1)
-                scaled.masked_fill_(_dropped(scaled, index, threshold[part, None]), -torch.inf)
-            normaliser[part] = scaled.logsumexp(dim=-1)
-            log_probs[part] = scaled.gather(1, index).squeeze(1) - normaliser[part]
+            log_p, threshold = _log_distribution(hidden[part], weight, bias, index, truncation, None)
+            log_probs[part] = log_p.gather(1, index).squeeze(1)
+            if threshold is not None:
+                thresholds[part] = threshold
             if with_entropy:
-                entropy[part] = _entropy(scaled, normaliser[part])
-        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, threshold, entropy)
+                entropy[part] = _entropy(log_p)
+        ctx.save_for_backward(hidden, weight, bias, labels, thresholds, entropy)
         ctx.truncation, ctx.chunk_tokens, ctx.with_entropy = truncation, chunk_tokens, with_entropy
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -255,65 +263,55 @@ class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropy = grad_outputs
-        hidden, weight, bias, labels, normaliser, threshold, entropy = ctx.saved_tensors
+        hidden, weight, bias, labels, thresholds, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
         grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if needs_bias else None
         for start in range(0, hidden.shape[0], ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
-            scaled = _scaled_logits(hidden[part], weight, bias, ctx.truncation.temperature)
-            if ctx.truncation.cuts:
-                scaled.masked_fill_(_dropped(scaled, labels[part, None], threshold[part, None]), -torch.inf)
+            index = labels[part, None]
+            log_p, _ = _log_distribution(hidden[part], weight, bias, index, ctx.truncation, thresholds[part])
             grad = _logits_gradient(
-                scaled,
-                labels[part],
-                normaliser[part],
-                grad_log_probs[part],
-                entropy[part] if ctx.with_entropy else None,
-                grad_entropy[part],
-            ).div_(ctx.truncation.temperature)
+                log_p,
+                index,
+                grad_log_probs[part, None],
+                entropy[part, None] if ctx.with_entropy else None,
+                grad_entropy[part, None],
+            )
+            grad.div_(ctx.truncation.temperature)
             if grad_hidden is not None:
                 grad_hidden[part] = _product_tiled(grad, weight)
             if grad_weight is not None:
-                _add_outer(grad_weight, grad, hidden[part])
+                grad_weight.addmm_(grad.t(), hidden[part].float())
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
 
 
-def _entropy(scaled: Tensor, normaliser: Tensor) -> Tensor:
-    """log Z - sum p z over the kept tokens; overwrites `scaled`."""
-    probabilities = (scaled - normaliser[:, None]).exp_()
-    # a dropped token is -inf with probability 0: read it as 0
-    return normaliser - (probabilities.mul_(scaled.masked_fill_(scaled == -torch.inf, 0.0))).sum(dim=-1)
+def _entropy(log_p: Tensor) -> Tensor:
+    """-sum p log p; overwrites `log_p`."""
+    p = log_p.exp()
+    # a cut token has probability 0 and log-prob -inf: its term is 0
+    return -p.mul_(log_p.masked_fill_(log_p == -torch.inf, 0.0)).sum(dim=-1)
 
 
 def _logits_gradient(
-    scaled: Tensor,
-    labels: Tensor,
-    normaliser: Tensor,
-    grad_log_probs: Tensor,
-    entropy: Tensor | None,
-    grad_entropy: Tensor,
+    log_p: Tensor, labels: Tensor, grad_log_probs: Tensor, entropy: Tensor | None, grad_entropy: Tensor
 ) -> Tensor:
-    """[n, V] gradient at the scaled logits: g (1_label - p) - g_H p (log p + H); overwrites `scaled`."""
-    log_p = scaled.sub_(normaliser[:, None])
+    """[n, V] gradient at the scaled logits: g (1_label - p) - g_H p (log p + H); overwrites `log_p`."""
     if entropy is None:
-        grad = log_p.exp_().mul_(-grad_log_probs[:, None])
+        grad = log_p.exp_().mul_(-grad_log_probs)
     else:
         p = log_p.exp()
-        slope = log_p.masked_fill_(log_p == -torch.inf, 0.0).add_(entropy[:, None]).mul_(grad_entropy[:, None])
-        grad = slope.add_(grad_log_probs[:, None]).mul_(p).neg_()
-    return grad.scatter_add_(1, labels[:, None], grad_log_probs[:, None])
+        slope = log_p.masked_fill_(log_p == -torch.inf, 0.0).add_(entropy).mul_(grad_entropy)
+        grad = slope.add_(grad_log_probs).mul_(p).neg_()
+    return grad.scatter_add_(1, labels, grad_log_probs)
 
 
 def _product_tiled(grad: Tensor, weight: Tensor) -> Tensor:
@@ -325,8 +323,3 @@ def _product_tiled(grad: Tensor, weight: Tensor) -> Tensor:
     for start in range(0, weight.shape[0], tile):
         total.addmm_(grad[:, start : start + tile], weight[start : start + tile].float())
     return total
-
-
-def _add_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """total [V, H] += grad^T [V, n] @ hidden [n, H] in fp32."""
-    total.addmm_(grad.t(), hidden.float())

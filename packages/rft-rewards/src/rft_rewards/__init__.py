@@ -16,7 +16,7 @@ from rft_rewards.errors import (
 )
 from rft_rewards.extraction import ExtractionPolicy, extract_boxed, extract_gsm8k, gsm8k_reference
 from rft_rewards.formatting import FormatTemplate, has_format
-from rft_rewards.matching import answers_match
+from rft_rewards.grading import Grader, Verdict, answers_match
 from rft_rewards.protocols import RewardFunction, RewardModel
 from rft_rewards.recipe import RewardRecipe
 from rft_rewards.sample import RewardSample
@@ -27,6 +27,7 @@ __all__ = [
     "ExactAnswer",
     "ExtractionPolicy",
     "FormatTemplate",
+    "Grader",
     "GraderError",
     "InvalidScoreError",
     "MissingExtraError",
@@ -44,6 +45,7 @@ __all__ = [
     "RewardSample",
     "Score",
     "UnknownLabelError",
+    "Verdict",
     "answers_match",
     "exact_answer",
     "extract_boxed",

@@ -154,7 +154,7 @@ def unwrapped(text: str) -> str:
     before = None
     while text != before:
         before = text
-        text = text.strip().lstrip("=").rstrip(",;:!").strip()
+        text = text.strip().lstrip("=").rstrip(",;:").strip()
         if text.endswith(".") and not text.endswith(".."):
             text = text[:-1].rstrip()
         for opening, closing in _WRAPPERS:

@@ -4,7 +4,7 @@ import re
 from fractions import Fraction
 
 from rft_rewards.quantity import MAX_DIGITS, Quantity, parse_quantity
-from rft_rewards.spelling import compact, plain_words, spelled_latex
+from rft_rewards.spelling import bare_answer, compact, plain_words, spelled_latex
 
 MAX_SYMBOLIC_CHARACTERS = 1000
 """Longer answers are compared as numbers and text only."""
@@ -69,7 +69,8 @@ def quick_verdict(answer: str, gold: str) -> bool | None:
     """
     if answer == gold:
         return bool(answer.strip())
-    if not answer.strip() or not gold.strip():
+    answer, gold = bare_answer(answer), bare_answer(gold)
+    if not answer or not gold:
         return False
     ours, theirs = parse_quantity(answer), parse_quantity(gold)
     if ours is not None and theirs is not None:

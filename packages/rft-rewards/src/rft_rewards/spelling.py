@@ -5,6 +5,7 @@ Nothing is evaluated here. What stays different goes to the symbolic verifier, i
 
 import re
 
+from rft_rewards.extraction import whole_box
 from rft_rewards.plain_text import plain_characters
 from rft_rewards.quantity import spelled_plainly, unwrapped
 from rft_rewards.units import unit_name
@@ -60,9 +61,17 @@ _UNIT_TAIL = re.compile(
 WORDS = re.compile(r"[A-Za-z][A-Za-z'-]*(?:\s+[A-Za-z][A-Za-z'-]*)*")
 
 
+def bare_answer(text: str) -> str:
+    """`text` without "the answer is", without delimiters around it and without a box around it."""
+    text = _LEAD.sub("", unwrapped(text), count=1)
+    if "box" in text and (content := whole_box(text)) is not None:
+        text = content
+    return unwrapped(text)
+
+
 def spelled_latex(text: str) -> str:
     """`text` in the package's one spelling of LaTeX; applying it again changes nothing that matters to a comparison."""
-    text = unwrapped(_LEAD.sub("", unwrapped(_symbols(text)), count=1))
+    text = unwrapped(_symbols(text))
     text = _ASIDE.sub("", text) if text[:1].isdigit() else text
     text = spelled_plainly(text)
     text = _LAYOUT.sub(" ", text).replace("$", "")

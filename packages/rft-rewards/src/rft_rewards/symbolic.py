@@ -8,7 +8,7 @@ from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
 
 from rft_rewards.matching import quick_verdict
-from rft_rewards.spelling import compact, spelled_latex
+from rft_rewards.spelling import bare_answer, compact, spelled_latex
 from rft_rewards.structure import Form, assigned_value, form_of
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -19,7 +19,7 @@ _LATEX = (LatexExtractionConfig(),)
 def grade(pair: tuple[str, str]) -> bool:
     """Whether a bare answer says the same as the bare gold answer; `pair` is (answer, gold)."""
     answer, gold = pair
-    return _same(spelled_latex(answer), spelled_latex(gold))
+    return _same(spelled_latex(bare_answer(answer)), spelled_latex(bare_answer(gold)))
 
 
 def _same(answer: str, gold: str) -> bool:

@@ -174,7 +174,8 @@ class ChatJudge(_RemoteScorer):
     """A chat endpoint in OpenAI's form as judge: one request per sample, the verdict from its first token.
 
     The score comes from the log-probabilities of the verdict where the endpoint gives them, else from its text; a
-    reply without a verdict gives None, to be scored by `RewardRecipe.missing`, and is counted as `no_verdict`. Pictures of a sample go along as `image_url` parts.
+    reply without a verdict gives None, to be scored by `RewardRecipe.missing`, and is counted as `no_verdict`.
+    Pictures of a sample go along as `image_url` parts.
 
     Args:
         url: address of the call, for example `https://host/v1/chat/completions`.

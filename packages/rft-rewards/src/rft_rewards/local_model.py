@@ -213,7 +213,7 @@ class HFRewardModel:
         for word, value in judge.verdicts().items():
             for spelling in (word, f" {word}"):
                 ids = self.tokenizer(spelling, add_special_tokens=False)["input_ids"]
-                if len(ids) == 1:
+                if len(ids) == 1 and ids[0] != self.tokenizer.unk_token_id:
                     found[ids[0]] = value
         if missing := set(judge.verdicts().values()) - set(found.values()):
             raise RewardModelError(

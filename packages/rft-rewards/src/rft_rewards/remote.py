@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rft_rewards.backoff import RetryPolicy
 from rft_rewards.errors import RemoteRewardError
 from rft_rewards.judging import JudgePrompt
-from rft_rewards.remote_client import JsonCaller, RequestFailed, Secret, shown_address
+from rft_rewards.remote_client import JsonCaller, RequestFailed, shown_address
 from rft_rewards.sample import RewardSample
 from rft_rewards.score import Score
 from rft_rewards.wire import VERSION, packed_sample, picture_address, read_reply
@@ -126,9 +126,8 @@ class RemoteRewardModel(_RemoteScorer):
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}: give 1 or more")
-        secret = Secret(api_key) if api_key is not None else None
         caller = JsonCaller(
-            url=url, retry=retry or RetryPolicy(), secret=secret, headers=headers or {}, concurrency=concurrency
+            url=url, retry=retry or RetryPolicy(), secret=api_key, headers=headers or {}, concurrency=concurrency
         )
         super().__init__(caller, name, on_failure)
         self._batch_size = batch_size
@@ -206,9 +205,8 @@ class ChatJudge(_RemoteScorer):
         max_answer_tokens: int = 4,
         log_probs: bool = True,
     ) -> None:
-        secret = Secret(api_key) if api_key is not None else None
         caller = JsonCaller(
-            url=url, retry=retry or RetryPolicy(), secret=secret, headers=headers or {}, concurrency=concurrency
+            url=url, retry=retry or RetryPolicy(), secret=api_key, headers=headers or {}, concurrency=concurrency
         )
         super().__init__(caller, name, on_failure)
         self._model = model

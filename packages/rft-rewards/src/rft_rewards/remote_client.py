@@ -24,27 +24,6 @@ class RequestFailed(Exception):  # noqa: N818 - internal: never leaves the packa
     """A request got no usable reply; the text is safe to show."""
 
 
-class Secret:
-    """A text that shows itself only through `reveal`."""
-
-    def __init__(self, value: str) -> None:
-        self._value = value
-
-    def reveal(self) -> str:
-        """The text itself."""
-        return self._value
-
-    def hidden_in(self, text: str) -> str:
-        """`text` with every occurrence of the secret replaced."""
-        return text.replace(self._value, "***") if self._value else text
-
-    def __repr__(self) -> str:
-        return "Secret(***)"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Secret, (self._value,))
-
-
 def shown_address(url: str) -> str:
     """`url` without user, password, query and fragment: what may appear in logs and errors."""
     parts = urlsplit(url)
@@ -56,24 +35,27 @@ class JsonCaller:
     """Posts JSON to one address.
 
     Attributes:
-        url: address of the service.
+        url: address of the service; its query is sent but never shown.
         retry: bounds of trying again.
         secret: bearer token, or None.
-        headers: sent with every request.
-        concurrency: most requests under way at once, per call of `session`.
-        counts: events since they were last taken: requests, retries and failures by kind.
+        headers: sent with every request; their values are never shown.
+        concurrency: most requests under way at once.
     """
 
-    url: str
+    url: str = field(repr=False)
     retry: RetryPolicy
-    secret: Secret | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    secret: str | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     concurrency: int = 8
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url is {shown_address(self.url)!r}: give an http:// or https:// address")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError(
+                f"url {shown_address(self.url)!r} holds a user or password: give api_key or headers instead"
+            )
         if self.concurrency < 1:
             raise ValueError(f"concurrency is {self.concurrency}: give 1 or more")
 
@@ -89,11 +71,28 @@ class JsonCaller:
             raise MissingExtraError(
                 "remote reward models need httpx, extra 'remote': pip install 'rft-rewards[remote]'"
             ) from error
+
+        full_url = httpx.URL(self.url)
+
+        class QueryAdding(httpx.AsyncHTTPTransport):
+            """Adds the query below the layer of httpx that logs addresses."""
+
+            async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+                request.url = full_url
+                try:
+                    return await super().handle_async_request(request)
+                finally:
+                    request.url = full_url.copy_with(query=None)
+
         headers = dict(self.headers)
         if self.secret is not None:
-            headers["Authorization"] = f"Bearer {self.secret.reveal()}"
+            headers["Authorization"] = f"Bearer {self.secret}"
         limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
-        return httpx.AsyncClient(headers=headers, timeout=self.retry.timeout_seconds, limits=limits)
+        transport = QueryAdding(limits=limits)
+        # Without the environment: a .netrc entry for the host would replace the bearer token.
+        return httpx.AsyncClient(
+            headers=headers, timeout=self.retry.timeout_seconds, transport=transport, trust_env=False
+        )
 
     async def post(
         self,
@@ -148,7 +147,7 @@ class JsonCaller:
         body = json.dumps(payload, allow_nan=False).encode("ascii")  # ASCII: lone surrogates must not end the step
         try:
             async with asyncio.timeout(limit_seconds):  # httpx limits each phase, not their sum
-                response = await client.post(self.url, content=body, headers=headers)
+                response = await client.post(self.url.partition("?")[0], content=body, headers=headers)
         except (TimeoutError, httpx.TimeoutException):
             return _Failure("timeouts", f"no reply within {limit_seconds:.1f} s")
         except httpx.HTTPError as error:
@@ -163,7 +162,12 @@ class JsonCaller:
             return _Failure("bad_replies", f"unusable reply ({type(error).__name__}: {self._safe(str(error))[:300]})")
 
     def _safe(self, text: str) -> str:
-        return self.secret.hidden_in(text) if self.secret is not None else text
+        """`text`, which the server may have made from our request, without anything secret."""
+        query = urlsplit(self.url).query
+        for secret in (self.secret, *self.headers.values(), query):
+            if secret:
+                text = text.replace(secret, "***")
+        return text
 
 
 @dataclass(frozen=True, slots=True)

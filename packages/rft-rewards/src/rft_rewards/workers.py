@@ -130,7 +130,7 @@ class _Worker:
             # A kill loses what the process had not answered: the task under way is charged, the rest is sent again.
             rest = list(tasks[len(outcomes) :])
             if not self._send(rest):
-                outcomes.append(Outcome(FAILED, "the worker process ended"))
+                outcomes.append(Outcome(FAILED, "the worker process does not stay alive"))
                 continue
             for _ in rest:
                 outcome = self._receive(limit)
@@ -145,6 +145,8 @@ class _Worker:
             self._finalizer()
 
     def _send(self, tasks: list[Any]) -> bool:
+        if self.process is not None and self.process.poll() is not None:
+            self.kill()  # it died idle, which is no task's fault
         process = self.process or self._start()
         assert process.stdin is not None
         try:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rft_rewards.errors import MissingReferenceError
-from rft_rewards.extraction import ExtractionPolicy, check_policy, count_markers, extract_gsm8k
-from rft_rewards.matching import answers_match
+from rft_rewards.extraction import ExtractionPolicy, check_policy, count_markers, extract_gsm8k, gsm8k_reference
+from rft_rewards.grading import Grader, Verdict, shared_grader
 from rft_rewards.sample import RewardSample
 from rft_rewards.score import Score
 
@@ -15,30 +15,62 @@ class ExactAnswer:
     """Reward function made by `exact_answer`."""
 
     policy: ExtractionPolicy = "strict"
+    grader: Grader | None = None
     name: str = "accuracy"
 
     def __post_init__(self) -> None:
         check_policy(self.policy)
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
+        answers = [extract_gsm8k(sample.response, self.policy) for sample in samples]
+        golds = [self._gold(sample) for sample in samples]
+        verdicts = (self.grader or shared_grader()).grade(list(zip(answers, golds, strict=True)))
+        return [
+            self._score(sample, answer, verdict)
+            for sample, answer, verdict in zip(samples, answers, verdicts, strict=True)
+        ]
 
-    def _score(self, sample: RewardSample) -> Score:
-        if sample.reference is None:
+    def _gold(self, sample: RewardSample) -> str:
+        reference = sample.reference
+        if reference is None or not reference.strip():
             raise MissingReferenceError(
-                f"{self.name} needs RewardSample.reference, which is None: give the gold answer"
+                f"{self.name} needs RewardSample.reference, which is {reference!r}: give every sample's gold answer"
             )
-        gold = extract_gsm8k(sample.reference, "strict") if "####" in sample.reference else sample.reference
-        answer = extract_gsm8k(sample.response, self.policy)
-        right = gold is not None and answers_match(answer, gold)
+        return reference if "####" not in reference else gsm8k_reference(reference)
+
+    def _score(self, sample: RewardSample, answer: str | None, verdict: Verdict) -> Score:
         counts = {
-            "missing_answer": int(answer is None),
-            "multi_answer": int(count_markers(sample.response, self.policy) > 1),
-            "timeouts": 0,
+            "missing_answer": answer is None,
+            "multi_answer": count_markers(sample.response, self.policy) > 1,
+            "timeouts": verdict.timed_out,
+            "grader_failures": verdict.failed,
+            "symbolic": verdict.symbolic,
+            "symbolic_unavailable": verdict.unavailable,
         }
-        return Score(float(right), diagnostics={"answer": answer}, counts=counts)
+        diagnostics = {"answer": answer, **{event: True for event, happened in counts.items() if happened}}
+        return Score(
+            float(verdict.equal),
+            diagnostics=diagnostics,
+            counts={event: int(happened) for event, happened in counts.items()},
+        )
 
 
-def exact_answer(policy: ExtractionPolicy = "strict", *, name: str = "accuracy") -> ExactAnswer:
-    """1.0 where the answer found by `policy` matches the reference, else 0.0."""
-    return ExactAnswer(policy=policy, name=name)
+def exact_answer(
+    policy: ExtractionPolicy = "strict", *, grader: Grader | None = None, name: str = "accuracy"
+) -> ExactAnswer:
+    """Accuracy: 1.0 where the answer found by `policy` matches the reference, else 0.0.
+
+    The reference is a bare gold answer, or a GSM8K gold text with `####`. Each score carries the extracted answer as
+    a diagnostic, and counts of responses without an answer, with several marked answers (the last one counts), and
+    of pairs over the grader's time limit (these score 0).
+
+    Args:
+        policy: where the answer is looked for, see `ExtractionPolicy`.
+        grader: compares the answers; None takes one that all such functions share.
+        name: name of the score.
+
+    Raises:
+        ValueError: the policy is unknown.
+        MissingReferenceError: when called with a sample that has no reference.
+    """
+    return ExactAnswer(policy=policy, grader=grader, name=name)

@@ -1,5 +1,8 @@
 """Errors of rft-rewards: one family; each also derives from the standard-library error that it refines."""
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class RewardError(Exception):
     """Base of every error that rft-rewards raises on purpose."""
@@ -13,7 +16,11 @@ class UnknownLabelError(RewardError, ValueError):
     """A sample carries a label that no recipe serves."""
 
 
-class MissingReferenceError(RewardError, ValueError):
+class IncompleteSampleError(RewardError, ValueError):
+    """A sample lacks something that a function of its recipe needs."""
+
+
+class MissingReferenceError(IncompleteSampleError):
     """A sample or a data row has no gold answer where one is needed."""
 
 
@@ -34,7 +41,18 @@ class GraderError(RewardError, RuntimeError):
 
 
 class RemoteRewardError(RewardError, ConnectionError):
-    """A remote reward model gave no score for at least one sample within its budget of tries and time."""
+    """A remote reward model gave no score for at least one sample within its budget of tries and time.
+
+    Attributes:
+        scores: what was scored before the failure, in the order of the samples; None where there is no score.
+    """
+
+    def __init__(self, message: str, scores: Sequence[float | None] = ()) -> None:
+        super().__init__(message)
+        self.scores = tuple(scores)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (RemoteRewardError, (str(self), self.scores))
 
 
 class RewardModelError(RewardError, RuntimeError):

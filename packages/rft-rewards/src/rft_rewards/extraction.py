@@ -20,7 +20,9 @@ _TAIL_WINDOW = 4000
 _SLACK = 1200
 
 # A box is opened by \boxed or \fbox, also where the backslash was doubled, or where "\b" became a backspace.
-_BOX_TOKEN = re.compile(r"(?P<open>(?:\\|\x08o?)?(?:b?oxed|fbox|framebox)\s*\{)|\\[{}\\]|(?P<left>\{)|(?P<right>\})")
+_OPENING = r"(?:\\{1,2}|\x08o?)?(?:b?oxed|fbox|framebox)\s*\{"
+_BOX_OPENING = re.compile(_OPENING)
+_BOX_TOKEN = re.compile(rf"(?P<open>{_OPENING})|\\[{{}}\\]|(?P<left>\{{)|(?P<right>\}})")
 _BARE_BOX = re.compile(r"\\boxed\s+(\\?[A-Za-z0-9.+-]+)")
 
 
@@ -143,15 +145,19 @@ def extract_boxed(text: str) -> str | None:
     boxes = _complete_boxes(text)
     if not boxes:
         return None
-    content = boxes[-1]
-    while (inner := _complete_boxes(content)) and len(inner) == 1 and _is_one_box(content, inner[0]):
-        content = inner[0]
-    return content.strip() or None
+    content = boxes[-1].strip()
+    while (inner := whole_box(content)) is not None:
+        content = inner
+    return content or None
 
 
-def _is_one_box(content: str, inner: str) -> bool:
-    opening, closing = content.find("{"), content.rstrip().endswith("}")
-    return closing and content[opening + 1 :].rstrip()[:-1] == inner
+def whole_box(text: str) -> str | None:
+    """Content of the box that `text` consists of, trimmed; None when it is anything else."""
+    opening = _BOX_OPENING.match(text)
+    if opening is None or not text.endswith("}"):
+        return None
+    boxes = _complete_boxes(text)
+    return boxes[0].strip() if len(boxes) == 1 and opening.end() + len(boxes[0]) + 1 == len(text) else None
 
 
 def _complete_boxes(text: str) -> list[str]:

@@ -97,11 +97,11 @@ def parse_quantity(text: str) -> Quantity | None:
 
 
 def _plain_quantity(text: str) -> Quantity:
+    text = text.removeprefix("+")
     whole, point, digits = text.partition(".")
     if not point:
         return Quantity(Fraction(int(text)), text)
-    scaled = int(whole + digits) if whole.strip("+-") or digits else 0
-    return Quantity(Fraction(scaled, 10 ** len(digits)), text, decimals=len(digits))
+    return Quantity(Fraction(int(whole + digits), 10 ** len(digits)), text, decimals=len(digits))
 
 
 def quantity_of_match(match: re.Match[str], tail: str) -> Quantity | None:
@@ -154,7 +154,7 @@ def unwrapped(text: str) -> str:
     before = None
     while text != before:
         before = text
-        text = text.strip().lstrip("=").rstrip(",;:!").strip()
+        text = text.strip().lstrip("=").rstrip(",;:").strip()
         if text.endswith(".") and not text.endswith(".."):
             text = text[:-1].rstrip()
         for opening, closing in _WRAPPERS:

@@ -59,7 +59,7 @@ def _unsorted(paths):
 
 def test_a_new_and_a_lost_name_show_in_the_diff():
     rows = surface_difference({"rft_x": ["Kept", "Lost"]}, {"rft_x": ["Kept"], "rft_x.testing": ["new"]})
-    assert rows == ["--- frozen", "+++ tree", "-rft_x:Lost", "+rft_x.testing:new"]
+    assert rows == ["--- frozen", "+++ tree", "+rft_x.testing:new", "-rft_x:Lost"]
     assert surface_difference({"rft_x": ["A"]}, {"rft_x": ["A"]}) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,6 +65,14 @@ def files_below(root: Path, pattern: str = "*") -> Iterator[Path]:
         generated = any(part in GENERATED_FOLDERS or part.endswith(".egg-info") for part in folders)
         if path.is_file() and not hidden and not generated:
             yield path
+
+
+def committed_files(root: Path = ROOT) -> list[Path]:
+    """The files under version control; in an unpacked archive, which has no version control, all files."""
+    if not (root / ".git").exists():
+        return list(files_below(root))
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, timeout=60, check=True)
+    return [path for name in done.stdout.split("\0") if name and (path := root / name).is_file()]
 
 
 def shown(path: Path, root: Path = ROOT) -> str:

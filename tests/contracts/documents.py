@@ -128,10 +128,18 @@ def imports_only(code: str, packages: Iterable[str]) -> str:
     return "".join(f"{ast.unparse(node)}\n" for node in ast.walk(ast.parse(code)) if is_own(node))
 
 
-def run_block(block: Block, folder: Path, *, code: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
-    """Run a block and return its output.
+def run_block(
+    block: Block,
+    folder: Path,
+    *,
+    code: str | None = None,
+    python: str = sys.executable,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> str:
+    """Run a block, or `code` in its place, and return its output.
 
-    A `python` block runs with `folder` as working directory, a `bash` block at the root of the repository.
+    A `python` block runs under the interpreter `python` with `folder` as working directory, a `bash` block at the
+    root of the repository.
 
     Raises:
         AssertionError: the block failed or did not end in time; the message holds page, line and output.
@@ -145,7 +153,7 @@ def run_block(block: Block, folder: Path, *, code: str | None = None, timeout_se
     else:
         script = folder / "block.py"
         script.write_text(block.code if code is None else code, encoding="utf-8")
-        command, directory = [sys.executable, str(script)], folder
+        command, directory = [python, str(script)], folder
     with subprocess.Popen(
         command,
         cwd=directory,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ FIVE = frozenset({"rft_dist", "rft_engines", "rft_sync", "rft_rewards", "rft_tra
 class Allowance:
     """What the modules of one package or app may import besides the standard library and themselves.
 
-    `anywhere` may stand at module level; `lazily` only inside a function or under TYPE_CHECKING.
+    `anywhere` may stand at module level; `lazily` only inside a function or under TYPE_CHECKING. `adapters` maps a
+    module of the package to the libraries that it exists for and may import at module level; in turn the package's
+    other modules may import that module only lazily.
     """
 
     siblings: frozenset[str] = frozenset()
     anywhere: frozenset[str] = frozenset()
     lazily: frozenset[str] = frozenset()
+    adapters: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 ALLOWANCES: Mapping[str, Allowance] = {
@@ -35,6 +38,7 @@ ALLOWANCES: Mapping[str, Allowance] = {
     "rft_rewards": Allowance(
         anywhere=frozenset({"numpy"}),
         lazily=frozenset({"torch", "transformers", "httpx", "math_verify"}),
+        adapters={"rft_rewards.symbolic": frozenset({"math_verify", "sympy"})},  # runs in worker processes only
     ),
     "rft_engines": Allowance(
         siblings=frozenset({"rft_dist"}),
@@ -45,7 +49,18 @@ ALLOWANCES: Mapping[str, Allowance] = {
         siblings=frozenset({"rft_dist", "rft_engines", "rft_sync", "rft_rewards"}),
         anywhere=frozenset({"torch", "rich", "tyro"}),
         lazily=frozenset(
-            {"transformers", "safetensors", "deepspeed", "peft", "wandb", "tensorboard", "datasets", "numpy"}
+            {
+                "PIL",
+                "datasets",
+                "deepspeed",
+                "numpy",
+                "peft",
+                "pyarrow",
+                "safetensors",
+                "tensorboard",
+                "transformers",
+                "wandb",
+            }
         ),
     ),
 }
@@ -72,9 +87,13 @@ def import_violations(importer: str, allowance: Allowance, sites: Iterable[tuple
     """Imports of `importer` that `allowance` does not contain, one line each."""
     rows = []
     for path, site in sites:
-        if site.top == importer or site.top in sys.stdlib_module_names:
-            continue
         place = f"{path}:{site.line}: {importer} imports {site.module} {site.scope}"
+        if site.module in allowance.adapters and site.scope is Scope.MODULE:
+            rows.append(f"{place}; an adapter is imported inside the function that needs it")
+        if site.top == importer or site.top in sys.stdlib_module_names | allowance.adapters.get(
+            _module(path), frozenset()
+        ):
+            continue
         if site.module.startswith("."):
             rows.append(f"{place}; write the absolute name")
         elif site.top in FIVE:
@@ -127,6 +146,10 @@ def scattered_libraries(sites: Iterable[tuple[str, ImportSite]], libraries: froz
         for library, paths in sorted(serving.items())
         if len(paths) > 1
     ]
+
+
+def _module(path: str) -> str:
+    return path.rpartition("src/")[2].removesuffix(".py").replace("/", ".")
 
 
 def _listed(names: frozenset[str]) -> str:

@@ -165,3 +165,15 @@ def test_planted_app_import_undeclared_sibling_and_scattered_library_are_violati
 def test_allowance_is_empty_by_default():
     (row,) = import_violations("rft_new", Allowance(), [("a.py", ImportSite("torch", 1, Scope.MODULE))])
     assert "allowed: none, lazily none" in row
+
+
+def test_an_adapter_imports_its_library_and_is_imported_lazily():
+    allowance = Allowance(adapters={"rft_new.adapter": frozenset({"sympy"})})
+    at_top = ImportSite("sympy", 1, Scope.MODULE)
+    assert import_violations("rft_new", allowance, [("packages/rft-new/src/rft_new/adapter.py", at_top)]) == []
+    assert len(import_violations("rft_new", allowance, [("packages/rft-new/src/rft_new/other.py", at_top)])) == 1
+    rows = [
+        import_violations("rft_new", allowance, [("other.py", ImportSite("rft_new.adapter", 1, scope))])
+        for scope in (Scope.MODULE, Scope.FUNCTION)
+    ]
+    assert [len(row) for row in rows] == [1, 0]

@@ -12,12 +12,11 @@ from gsm8k_app.inputs import Inputs, prepare_inputs
 from gsm8k_app.recipes import RECIPES
 from gsm8k_app.rewards import gsm8k_rewards
 from gsm8k_app.summary import write_summary
-
 from rft_dist import TorchrunEnvironment
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import RFTrainerError
-from rft_trainer.models import Actor, load_causal_model
+from rft_trainer.models import Actor, load_causal_model, quieten_transformers
 from rft_trainer.preflight import claim_output, preflight
 from rft_trainer.session import Ingredients, build_trainer
 from rft_trainer.strategy import Strategy, get_strategy
@@ -31,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment = TorchrunEnvironment.from_environ()
         rank = str(environment.rank)
         preflight(config, environment)
+        quieten_transformers()
         inputs = prepare_inputs(config)
         with get_strategy(config).setup_distributed() as strategy:
             strategy.on_main(lambda: claim_output(config))

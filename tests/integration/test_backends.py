@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from rft_dist.testing import run_ranks
 from rft_trainer.config import OptimizerConfig
 from rft_trainer.models import Actor, load_causal_model, padded_layout

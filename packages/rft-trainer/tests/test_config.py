@@ -46,7 +46,7 @@ def test_flags_override_a_recipe_and_every_field_is_a_flag(capsys):
 
 def test_unknown_recipe_and_unknown_flag(capsys):
     recipes = {"small": RFTConfig}
-    with pytest.raises(ConfigurationError, match="'big'.*small"):
+    with pytest.raises(ConfigurationError, match=r"'big'.*small"):
         parse_config(["--recipe", "big"], recipes)
     with pytest.raises(SystemExit) as done:
         parse_config(["--max_stepz", "3"], recipes)

@@ -15,8 +15,8 @@ Recipe = Callable[[], RFTConfig]
 def parse_config(argv: Sequence[str] | None, recipes: Mapping[str, Recipe], *, description: str = "") -> RFTConfig:
     """The configuration of a run: a recipe's values, overridden by flags.
 
-    `--recipe NAME` chooses among `recipes`; without it the library's defaults hold. Underscores and hyphens in flags are
-    the same. `--help` and wrong flags end the process as command-line programs do (exit code 0 and 2).
+    `--recipe NAME` chooses among `recipes`; without it the library's defaults hold. Underscores and hyphens in flags
+    are the same. `--help` and wrong flags end the process as command-line programs do (exit code 0 and 2).
 
     Raises:
         ConfigurationError: unknown recipe, or values that cannot work.

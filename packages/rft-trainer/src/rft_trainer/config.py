@@ -23,6 +23,18 @@ _AT_LEAST_ONE = (
     "micro_train_batch_size",
     "max_steps",
 )
+_AT_LEAST_ZERO = (
+    "init_kl_coef",
+    "weight_decay",
+    "max_norm",
+    "actor_learning_rate",
+    "max_weight_lag",
+    "eval_steps",
+    "save_steps",
+    "lr_warmup_steps",
+    "seed",
+    "rollouts_max_mib",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +140,7 @@ class RFTConfig:
     max_tokens_per_micro_batch: int | None = None
     """Token budget of a micro-batch instead of a count of responses."""
     share_prompts: bool = False
-    """Put the responses of a group side by side behind their prompt: same numbers, fewer tokens when prompts are long."""
+    """Put the responses of a group side by side behind their prompt: same numbers, fewer tokens for long prompts."""
 
     # -- optimiser
     actor_learning_rate: float = 1e-6
@@ -194,12 +206,9 @@ class RFTConfig:
             problems.append(f"engine_mem_util is {self.engine_mem_util}: give a share between 0 and 1")
         if self.input_template is not None and self.input_template.count("{}") != 1:
             problems.append(f"input_template is {self.input_template!r}: put exactly one {{}} where the problem goes")
-        for name in ("init_kl_coef", "weight_decay", "max_norm", "actor_learning_rate", "max_weight_lag"):
-            if getattr(self, name) < 0:
-                problems.append(f"{name} is {getattr(self, name)}: give 0 or more")
-        for name in ("eval_steps", "save_steps", "lr_warmup_steps", "seed"):
-            if getattr(self, name) < 0:
-                problems.append(f"{name} is {getattr(self, name)}: give 0 or more")
+        problems += [
+            f"{name} is {getattr(self, name)}: give 0 or more" for name in _AT_LEAST_ZERO if getattr(self, name) < 0
+        ]
         for name in ("eval_limit", "max_tokens_per_micro_batch", "train_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -2,7 +2,7 @@
 
 from rft_trainer.models.actor import Actor, TokenScores
 from rft_trainer.models.layout import TokenLayout, padded_layout, shared_prompt_layout
-from rft_trainer.models.loading import load_causal_model, load_tokenizer
+from rft_trainer.models.loading import load_causal_model, load_tokenizer, quieten_transformers
 from rft_trainer.models.log_probs import chunked_log_probs, gather_log_probs
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "load_causal_model",
     "load_tokenizer",
     "padded_layout",
+    "quieten_transformers",
     "shared_prompt_layout",
 ]

@@ -34,6 +34,13 @@ def _check_json(file: Path) -> None:
         raise ConfigurationError(f"{file}: not valid JSON ({error}); save the model again") from error
 
 
+def quieten_transformers() -> None:
+    """Keep transformers' progress bars off the terminal, where the run has its own."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def load_tokenizer(pretrain: str) -> Any:
     """The tokenizer of a checkpoint, with a pad token.
 

@@ -12,9 +12,9 @@ from rft_trainer.experience.experience import Experience
 def rollout_metrics(experiences: Sequence[Experience], group_size: int) -> dict[str, Mean | Max]:
     """Metrics under `rollout/`; sample means unless said otherwise.
 
-    reward, one entry per score, response_length (tokens), truncated (share cut by the length limit), mixed_groups (share
-    of groups with different rewards: only these teach a group estimator), all_one and all_zero (shares of groups whose
-    mean reward is at least 1, or at most 0, without a spread).
+    reward, one entry per score, response_length (tokens), truncated (share cut by the length limit), mixed_groups
+    (share of groups with different rewards: only these teach a group estimator), all_one and all_zero (shares of groups
+    without a spread whose mean reward is at least 1, or at most 0), weights_version (largest in the rollout).
     """
     count = len(experiences)
     if not experiences:

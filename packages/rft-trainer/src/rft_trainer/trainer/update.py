@@ -53,8 +53,8 @@ class UpdateConfig:
 class PolicyUpdate:
     """Optimiser steps over one rollout.
 
-    The loss of a mini-batch is one sum over all ranks and micro-batches divided by one global count, so the gradient does
-    not depend on how the mini-batch is split.
+    The loss of a mini-batch is one sum over all ranks and micro-batches divided by one global count, so the gradient
+    does not depend on how the mini-batch is split.
 
     `on_step` is called after each optimiser step that was taken.
     """
@@ -90,7 +90,7 @@ class PolicyUpdate:
         return collected.metrics(self._config.kl_coef)
 
     def _mini_batches(self, experiences: Sequence[Experience]) -> list[list[Experience]]:
-        """The same number on every rank: a rank with fewer responses joins with empty ones. Collective over the world."""
+        """As many on every rank: one with fewer responses joins with empty ones. Collective over the world."""
         self._buffer.clear()
         self._buffer.extend(experiences)
         batches = list(self._buffer.mini_batches(self._config.mini_batch_size, self._config.epochs))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rft_dist import ParallelLayout, TorchrunEnvironment
-from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_kl_kind
+from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_aggregation_mode, check_kl_kind
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.models.loading import check_model_folder
@@ -29,10 +29,13 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
     Raises:
         ConfigurationError: one line per problem.
     """
-    checks: list[Callable[[], None]] = [
+    checks: list[Callable[[], object]] = [
         lambda: _check_layout(config, environment),
         lambda: _check_batches(config, environment.world_size),
-        lambda: _check_names(config),
+        lambda: _check_estimator(config),
+        lambda: PolicyLoss.get(config.policy_loss).resolve(None),
+        lambda: check_kl_kind(config.kl_estimator),
+        lambda: check_aggregation_mode(config.loss_aggregation),
         lambda: _check_extras(config),
         lambda: _check_required(config),
         lambda: check_output(config),
@@ -69,10 +72,8 @@ def _check_batches(config: RFTConfig, world_size: int) -> None:
         )
 
 
-def _check_names(config: RFTConfig) -> None:
+def _check_estimator(config: RFTConfig) -> None:
     estimator = AdvantageEstimator.get(config.advantage_estimator)
-    PolicyLoss.get(config.policy_loss)
-    check_kl_kind(config.kl_estimator)
     estimator.check(group_size=config.n_samples_per_prompt, has_critic=False, has_teacher=False)
 
 

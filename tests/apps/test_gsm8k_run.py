@@ -1,0 +1,90 @@
+"""`torchrun apps/gsm8k` from start to end with a tiny model, both strategies, two gloo ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rft_trainer.testing import tiny_model_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+SIZES = ("--generate_max_len", "8", "--rollout_batch_size", "4", "--n_samples_per_prompt", "4", "--max_steps", "2")
+LEARNING = ("--actor_learning_rate", "1e-3", "--init_kl_coef", "0.01", "--micro_train_batch_size", "4")
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def torchrun(*flags, ranks=2):
+    """Start the app as a user would; (exit code, stdout, stderr)."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    done = subprocess.run(
+        [*launcher, str(ROOT / "apps" / "gsm8k"), *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    """Answers that a random byte model gives now and then: any text with a digit behind the marks is half of them."""
+    file = tmp_path_factory.mktemp("data") / "train.jsonl"
+    rows = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(10)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.parametrize("strategy", [("--fsdp", "--share_prompts"), ("--zero_stage", "2"), ("--zero_stage", "3")])
+def test_the_whole_path(strategy, problems, model, tmp_path):
+    folder = tmp_path / "run"
+    data = ("--pretrain", str(model), "--dataset", str(problems), "--eval_dataset", str(problems))
+    code, out, err = torchrun(*strategy, *data, *SIZES, *LEARNING, "--output_dir", str(folder))
+    assert code == 0, err[-3000:]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "rollout/reward" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        # the rollout of step k was made with version k; the sync after its update made version k + 1
+        assert (row["rollout/weights_version"], row["sync/version"]) == (row["step"], row["step"] + 1)
+        assert row["train/gap/gap"] < 1e-4
+        assert row["train/skipped_updates"] == 0
+        assert row["train/kl"] == pytest.approx(0, abs=1e-6) if row["step"] == 1 else row["train/kl"] >= 0
+    evaluated = [json.loads(line) for file in folder.glob("evaluation/eval_000000*") for line in file.open()]
+    assert sorted(row["item"] for row in evaluated) == list(range(10))
+    assert (folder / "checkpoints" / "latest").read_text() == "step_000002"
+    assert "accuracy:" in out
+    assert "step 2/2" in out
+    assert list(folder.glob("tensorboard/events*"))
+    assert_exported(folder / "model", model)
+
+
+def assert_exported(exported, original):
+    """transformers loads the folder; weights are tied as before and have the original's names and shapes."""
+    network = AutoModelForCausalLM.from_pretrained(exported)
+    before = AutoModelForCausalLM.from_pretrained(original)
+    assert network.lm_head.weight is network.model.embed_tokens.weight
+    shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+    assert shapes == {name: tensor.shape for name, tensor in before.state_dict().items()}
+    assert AutoTokenizer.from_pretrained(exported).chat_template == AutoTokenizer.from_pretrained(original).chat_template
+    assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
+
+
+def test_a_mistake_under_torchrun_is_named_on_every_rank(model, tmp_path):
+    code, _, err = torchrun("--fsdp", "--pretrain", str(model), "--dataset", "none.jsonl", "--output_dir", str(tmp_path))
+    assert code != 0
+    for rank in (0, 1):
+        assert f"[rank {rank}] error: none.jsonl is not a file" in err
+    assert not list(tmp_path.iterdir())

@@ -29,9 +29,12 @@ LARGEST_START = 20
 TEST_SHARE = 5  # one in five (template, numbers) pairs belongs to test
 
 
-# One worked turn fixes the form of the answers and leaves the choice of the operation to be learned.
+# The leading "=" makes SmolLM2 write an equation instead of prose; which operation it writes is left to be learned.
 SYSTEM_PROMPT = "Write one equation."
-WORKED_PROBLEMS = (("Tom has 3 apples and gets 4 more. How many apples does Tom have?", "= 3 + 4 = 7\n#### 7"),)
+WORKED_PROBLEMS = (
+    ("Tom has 3 apples and gets 4 more. How many apples does Tom have?", "= 3 + 4 = 7\n#### 7"),
+    ("Ann has 9 cups. She breaks 2. How many cups are left?", "= 9 - 2 = 7\n#### 7"),
+)
 
 
 class Problem(TypedDict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,14 @@ FIVE = frozenset({"rft_dist", "rft_engines", "rft_sync", "rft_rewards", "rft_tra
 class Allowance:
     """What the modules of one package or app may import besides the standard library and themselves.
 
-    `anywhere` may stand at module level; `lazily` only inside a function or under TYPE_CHECKING. `adapters` maps a
-    module of the package to the libraries that it exists for and may import at module level; in turn the package's
-    other modules may import that module only lazily.
+    `anywhere` may stand at module level; `lazily` only inside a function or under TYPE_CHECKING. `adapters` are those
+    of `lazily` that may also stand at the top of a module which importing the package does not load.
     """
 
     siblings: frozenset[str] = frozenset()
     anywhere: frozenset[str] = frozenset()
     lazily: frozenset[str] = frozenset()
-    adapters: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    adapters: frozenset[str] = frozenset()
 
 
 ALLOWANCES: Mapping[str, Allowance] = {
@@ -37,13 +36,14 @@ ALLOWANCES: Mapping[str, Allowance] = {
     ),
     "rft_rewards": Allowance(
         anywhere=frozenset({"numpy"}),
-        lazily=frozenset({"torch", "transformers", "httpx", "math_verify"}),
-        adapters={"rft_rewards.symbolic": frozenset({"math_verify", "sympy"})},  # runs in worker processes only
+        lazily=frozenset({"torch", "transformers", "httpx", "math_verify", "sympy"}),
+        adapters=frozenset({"math_verify", "sympy"}),
     ),
     "rft_engines": Allowance(
         siblings=frozenset({"rft_dist"}),
         anywhere=frozenset({"torch"}),
         lazily=frozenset({"transformers", "vllm", "sglang"}),
+        adapters=frozenset({"transformers", "vllm", "sglang"}),
     ),
     "rft_trainer": Allowance(
         siblings=frozenset({"rft_dist", "rft_engines", "rft_sync", "rft_rewards"}),
@@ -62,6 +62,7 @@ ALLOWANCES: Mapping[str, Allowance] = {
                 "wandb",
             }
         ),
+        adapters=frozenset({"deepspeed", "peft", "safetensors", "transformers"}),
     ),
 }
 
@@ -83,25 +84,47 @@ def sites_of(files: Iterable[Path], root: Path) -> list[tuple[str, ImportSite]]:
     ]
 
 
+def module_name(path: str) -> str:
+    """Dotted name of a module from its path, which may begin with the folders above `src`."""
+    return path.rpartition("src/")[2].removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def loaded_with(package: str, sites: Iterable[tuple[str, ImportSite]]) -> set[str]:
+    """Modules that `import package` runs: those reachable from its `__init__` by imports at module level."""
+    imported: dict[str, set[str]] = {}
+    for path, site in sites:
+        if site.scope is Scope.MODULE:
+            names = {site.module, *(f"{site.module}.{name}" for name in site.names)}
+            imported.setdefault(module_name(path), set()).update(names)
+    loaded: set[str] = set()
+    waiting = {package}
+    while waiting:
+        name = waiting.pop()
+        loaded.add(name)
+        parents = {name.rpartition(".")[0]} if "." in name else set()
+        waiting |= (imported.get(name, set()) | parents) - loaded
+    return loaded
+
+
 def import_violations(importer: str, allowance: Allowance, sites: Iterable[tuple[str, ImportSite]]) -> list[str]:
     """Imports of `importer` that `allowance` does not contain, one line each."""
+    sites = list(sites)
+    loaded = loaded_with(importer, sites)
     rows = []
     for path, site in sites:
-        place = f"{path}:{site.line}: {importer} imports {site.module} {site.scope}"
-        if site.module in allowance.adapters and site.scope is Scope.MODULE:
-            rows.append(f"{place}; an adapter is imported inside the function that needs it")
-        if site.top == importer or site.top in sys.stdlib_module_names | allowance.adapters.get(
-            _module(path), frozenset()
-        ):
+        if site.top in {importer, *sys.stdlib_module_names}:
             continue
+        place = f"{path}:{site.line}: {importer} imports {site.module} {site.scope}"
         if site.module.startswith("."):
             rows.append(f"{place}; write the absolute name")
         elif site.top in FIVE:
             if site.top not in allowance.siblings:
                 rows.append(f"{place}; allowed siblings: {_listed(allowance.siblings)}")
-        elif site.top in allowance.lazily and site.scope is Scope.MODULE:
-            rows.append(f"{place}; move it into the function that needs it")
-        elif site.top not in allowance.anywhere | allowance.lazily:
+        elif site.top in allowance.lazily:
+            adapter = site.top in allowance.adapters and module_name(path) not in loaded
+            if site.scope is Scope.MODULE and not adapter:
+                rows.append(f"{place}; move it into the function that needs it")
+        elif site.top not in allowance.anywhere:
             rows.append(f"{place}; allowed: {_listed(allowance.anywhere)}, lazily {_listed(allowance.lazily)}")
     return rows
 
@@ -146,10 +169,6 @@ def scattered_libraries(sites: Iterable[tuple[str, ImportSite]], libraries: froz
         for library, paths in sorted(serving.items())
         if len(paths) > 1
     ]
-
-
-def _module(path: str) -> str:
-    return path.rpartition("src/")[2].removesuffix(".py").replace("/", ".")
 
 
 def _listed(names: frozenset[str]) -> str:

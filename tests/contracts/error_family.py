@@ -97,12 +97,12 @@ def _example(annotation: Any) -> Any:
     raise TypeError(f"no example value for {annotation!r}; give the error plain arguments")
 
 
-def stray_errors(path: Path) -> list[str]:
-    """Public exception classes that a module other than `errors.py` defines, by their bases' names."""
+def stray_errors(path: Path, public: set[str]) -> list[str]:
+    """Exception classes among the names of `public` that a module other than `errors.py` defines, by their bases."""
     builtin_names = {error.__name__ for error in BUILTIN_ERRORS} | {"Exception", "BaseException"}
     rows = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+        if isinstance(node, ast.ClassDef) and node.name in public:
             bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
             if any(base in builtin_names or base.endswith(("Error", "Exception")) for base in bases):
                 rows.append(f"{path}:{node.lineno}: {node.name} belongs into errors.py")

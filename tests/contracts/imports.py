@@ -22,6 +22,7 @@ class ImportSite:
     module: str
     line: int
     scope: Scope
+    names: tuple[str, ...] = ()  # what `from module import ...` takes, which may be modules themselves
 
     @property
     def top(self) -> str:
@@ -33,8 +34,8 @@ class _ImportVisitor(ast.NodeVisitor):
         self.sites: list[ImportSite] = []
         self._scope = Scope.MODULE
 
-    def _add(self, module: str, line: int) -> None:
-        self.sites.append(ImportSite(module, line, self._scope))
+    def _add(self, module: str, line: int, names: tuple[str, ...] = ()) -> None:
+        self.sites.append(ImportSite(module, line, self._scope, names))
 
     def _visit_within(self, scope: Scope, nodes: list[ast.stmt] | list[ast.AST]) -> None:
         outer, self._scope = self._scope, scope
@@ -47,7 +48,8 @@ class _ImportVisitor(ast.NodeVisitor):
             self._add(alias.name, node.lineno)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        self._add("." * node.level + (node.module or ""), node.lineno)
+        names = tuple(alias.name for alias in node.names)
+        self._add("." * node.level + (node.module or ""), node.lineno, names)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         # Decorators and defaults run with the surrounding scope, the body when the function is called.

@@ -17,6 +17,7 @@ from contracts.arrows import (
     Allowance,
     declared_siblings,
     import_violations,
+    loaded_with,
     scattered_libraries,
     sibling_violations,
     sites_of,
@@ -167,13 +168,30 @@ def test_allowance_is_empty_by_default():
     assert "allowed: none, lazily none" in row
 
 
-def test_an_adapter_imports_its_library_and_is_imported_lazily():
-    allowance = Allowance(adapters={"rft_new.adapter": frozenset({"sympy"})})
-    at_top = ImportSite("sympy", 1, Scope.MODULE)
-    assert import_violations("rft_new", allowance, [("packages/rft-new/src/rft_new/adapter.py", at_top)]) == []
-    assert len(import_violations("rft_new", allowance, [("packages/rft-new/src/rft_new/other.py", at_top)])) == 1
-    rows = [
-        import_violations("rft_new", allowance, [("other.py", ImportSite("rft_new.adapter", 1, scope))])
-        for scope in (Scope.MODULE, Scope.FUNCTION)
+def test_only_a_module_that_the_package_does_not_load_may_import_its_library_at_the_top():
+    allowance = Allowance(lazily=frozenset({"vllm"}), adapters=frozenset({"vllm"}))
+
+    def violations(scope):
+        sites = [
+            ("src/rft_new/__init__.py", ImportSite("rft_new", 1, Scope.MODULE, ("engines",))),
+            ("src/rft_new/engines/__init__.py", ImportSite("rft_new.engines.choice", 1, Scope.MODULE, ("choose",))),
+            ("src/rft_new/engines/choice.py", ImportSite("rft_new.engines.adapter", 5, scope, ("Engine",))),
+            ("src/rft_new/engines/adapter.py", ImportSite("vllm", 1, Scope.MODULE)),
+        ]
+        return loaded_with("rft_new", sites), import_violations("rft_new", allowance, sites)
+
+    loaded, rows = violations(Scope.FUNCTION)
+    assert "rft_new.engines.choice" in loaded
+    assert "rft_new.engines.adapter" not in loaded
+    assert rows == []
+    loaded, rows = violations(Scope.MODULE)
+    assert "rft_new.engines.adapter" in loaded
+    assert len(rows) == 1
+
+
+def test_importing_a_module_loads_the_packages_above_it():
+    sites = [
+        ("src/rft_new/__init__.py", ImportSite("rft_new.deep.leaf", 1, Scope.MODULE)),
+        ("src/rft_new/deep/__init__.py", ImportSite("rft_new.other", 1, Scope.MODULE)),
     ]
-    assert [len(row) for row in rows] == [1, 0]
+    assert {"rft_new.deep.leaf", "rft_new.deep", "rft_new.other"} <= loaded_with("rft_new", sites)

@@ -53,7 +53,19 @@ def test_the_linter_keeps_every_dunder_all_sorted(tmp_path):
 
 
 def _unsorted(paths):
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "RUF022", *paths]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--no-cache",
+        "--output-format",
+        "concise",
+        "--select",
+        "RUF022",
+        *paths,
+    ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -41,12 +41,17 @@ def create_engine(
             f"number, and build the groups first where it is above 1"
         )
     if config.kind == "hf":
-        return _hf_engine(config, model, tokenizer)
+        seed = groups.layout.engine_seed(config.seed) if groups is not None else config.seed
+        return _hf_engine(config, seed, model, tokenizer)
     if model is not None:
         raise UnsupportedCombinationError(
             f"engine {config.kind!r} and a module: it loads its own copy, give model_path and send weights to it"
         )
     _require_extra(config.kind)
+    if config.kind == "vllm":
+        from rft_engines.vllm import VLLMEngine
+
+        return VLLMEngine(config, groups=groups)
     raise UnsupportedCombinationError(f"engine {config.kind!r} and this version: its adapter is not there yet")
 
 
@@ -72,7 +77,7 @@ def _require_extra(kind: str) -> None:
         )
 
 
-def _hf_engine(config: EngineConfig, model: Any, tokenizer: Any) -> RolloutEngine:
+def _hf_engine(config: EngineConfig, seed: int, model: Any, tokenizer: Any) -> RolloutEngine:
     import torch
 
     from rft_engines.hf import HFEngine
@@ -88,7 +93,7 @@ def _hf_engine(config: EngineConfig, model: Any, tokenizer: Any) -> RolloutEngin
         "device": config.device,
         "dtype": None if config.dtype == "auto" else getattr(torch, config.dtype),
         "max_model_len": config.max_model_len,
-        "seed": config.seed,
+        "seed": seed,
         "weights_loaded": config.load_weights,
     }
     if config.kv_cache_bytes is not None:

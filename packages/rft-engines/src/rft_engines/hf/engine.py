@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rft_engines.contract import SleepContract, SleepLevel, sleep_contract
+from rft_engines.end_tokens import end_token_ids
 from rft_engines.errors import EngineStartError, UnsupportedCombinationError
 from rft_engines.generation import Generation, GenerationRequest, sample_id
 from rft_engines.hf.attention import grouped_decode, inference
@@ -53,7 +54,7 @@ class HFEngine(ManagedEngine):
             tokenizer: needed for stop strings only.
             device: where the module is moved to; None leaves it where it is.
             dtype: of the parameters; None leaves a module as it is and loads a folder in its own dtype.
-            eos_token_ids: ids that end a sample; None takes the model config's and the tokenizer's.
+            eos_token_ids: ids that end a sample; None takes the model's and the tokenizer's.
             max_model_len: most tokens of prompt and response; None takes the model config's limit.
             max_rows: samples decoded together at most.
             kv_cache_bytes: size the key-value buffers of one wave may reach.
@@ -89,7 +90,9 @@ class HFEngine(ManagedEngine):
             raise ValueError(
                 f"HFEngine max_model_len={max_model_len}: the model has {limit} positions, give at most that"
             )
-        self._eos = tuple(eos_token_ids) if eos_token_ids is not None else end_token_ids(text_config, tokenizer)
+        if eos_token_ids is None:
+            eos_token_ids = end_token_ids(text_config, tokenizer, getattr(module, "generation_config", None))
+        self._eos = tuple(eos_token_ids)
         self._max_rows = max_rows
         self._max_tokens = max(1, kv_cache_bytes // _cache_bytes_per_token(text_config, module.dtype))
         self._prefill_tokens = prefill_tokens
@@ -196,14 +199,6 @@ class HFEngine(ManagedEngine):
     def _shut_down(self) -> None:
         self._storage.restore()
         del self._model
-
-
-def end_token_ids(text_config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of a model config (one or a list) and a tokenizer, without repeats."""
-    configured = getattr(text_config, "eos_token_id", None)
-    ids = list(configured) if isinstance(configured, (list, tuple)) else [configured]
-    ids.append(getattr(tokenizer, "eos_token_id", None))
-    return tuple(dict.fromkeys(int(token) for token in ids if token is not None))
 
 
 def _cache_bytes_per_token(text_config: Any, dtype: torch.dtype) -> int:

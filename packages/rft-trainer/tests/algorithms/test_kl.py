@@ -73,7 +73,7 @@ def test_other_losses_do_not_warn():
             kl_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), kind=kind)
 
 
-def test_gradient_of_k2_is_the_gradient_of_the_divergence():
+def test_mean_gradients_are_those_of_the_divergences():
     # over three actions: sum_a p(a) * d/dtheta k2(a), with p held fixed, equals d/dtheta KL(p || q)
     logits = torch.tensor([0.3, -0.2, 0.9], requires_grad=True)
     reference = torch.tensor([0.1, 0.5, -0.4]).log_softmax(0)
@@ -82,6 +82,12 @@ def test_gradient_of_k2_is_the_gradient_of_the_divergence():
     probabilities = log_p.exp().detach()
     sampled = (probabilities * kl_estimate(log_p[None], reference[None], "k2")[0]).sum()
     assert_close(torch.autograd.grad(sampled, logits, retain_graph=True)[0], exact)
+    reverse = (probabilities * kl_estimate(log_p[None], reference[None], "k3")[0]).sum()
+    backward = (reference.exp() * (reference - log_p)).sum()
+    assert_close(
+        torch.autograd.grad(reverse, logits, retain_graph=True)[0],
+        torch.autograd.grad(backward, logits, retain_graph=True)[0],
+    )
     dead = (probabilities * kl_estimate(log_p[None], reference[None], "k1")[0]).sum()
     assert_close(torch.autograd.grad(dead, logits)[0], torch.zeros(3), atol=1e-7, rtol=0)
 

@@ -65,6 +65,12 @@ def test_a_fault_on_five_percent_of_the_tokens_shows():
     assert metrics["engine_kl"].mean == pytest.approx(0.05 * (math.exp(-0.3) - 1 + 0.3), rel=1e-4)
 
 
+def test_a_gap_beyond_fp32_keeps_the_metrics_finite():
+    metrics = mismatch_metrics(torch.tensor([[-1.0]]), torch.tensor([[-150.0]]), torch.ones(1, 1))
+    assert metrics["gap_max"].value.item() == pytest.approx(149.0)
+    assert math.isfinite(effective_sample_size(metrics["weight"].mean, metrics["weight_square"].mean))
+
+
 def test_effective_sample_size_counts_weights():
     metrics = mismatch_metrics(torch.tensor([[3.0, 1.0, 9.0]]).log(), torch.zeros(1, 3), torch.tensor([[1, 1, 0]]))
     share = effective_sample_size(metrics["weight"].mean, metrics["weight_square"].mean)

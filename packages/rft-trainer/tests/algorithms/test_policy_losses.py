@@ -182,6 +182,22 @@ def test_weights_multiply_the_loss_without_gradient():
     assert weights.grad is None
 
 
+def test_weights_behind_the_mask_change_nothing():
+    log_probs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    weights = torch.tensor([[2.0, math.nan]])
+    policy_loss(log_probs, None, torch.ones(1, 2), torch.tensor([[1, 0]]), weights=weights).loss.sum().backward()
+    assert log_probs.grad.tolist() == [[-2.0, 0.0]]
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("log_ratio", [200.0, -200.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_ratios_beyond_fp32_keep_the_gradient_finite(kind, log_ratio, advantage):
+    loss, gradient = _one(kind, log_ratio, advantage)
+    assert math.isfinite(loss)
+    assert math.isfinite(gradient)
+
+
 def test_advantages_get_no_gradient():
     advantages = torch.ones(1, 1, requires_grad=True)
     policy_loss(torch.zeros(1, 1, requires_grad=True), None, advantages, torch.ones(1, 1)).loss.sum().backward()

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -13,6 +15,13 @@ def test_value_loss_is_half_the_squared_error():
     assert outputs.loss.tolist() == [[0.5, 2.0, 0.0]]
     assert values.grad.tolist() == [[1.0, 2.0, 0.0]]
     assert outputs.metrics["value_error"].mean == 2.5
+
+
+def test_value_loss_reads_nothing_behind_the_mask():
+    values = torch.tensor([[1.0, math.nan]], requires_grad=True)
+    rest = torch.tensor([[0.0, math.inf]])
+    value_loss(values, rest, rest, torch.tensor([[1, 0]]), clip=5.0).loss.sum().backward()
+    assert values.grad.tolist() == [[1.0, 0.0]]
 
 
 def test_value_clip_takes_the_worse_of_both():

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from rft_trainer.experience.batches import (
+    cut_at_stop,
     join_prompt_response,
     left_pad,
     position_ids_from_mask,
@@ -31,6 +32,23 @@ def test_pad_id_that_ends_sequences_stays_in_the_mask():
     ids, mask = right_pad([torch.tensor([5, 6, 2]), torch.tensor([8, 6, 9, 1, 1])], 2)
     assert ids[0].tolist() == [5, 6, 2, 2, 2]
     assert mask[0].int().tolist() == [1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "stops", "expected", "truncated"),
+    [
+        ([3, 4, 9, 0], [9], [3, 4, 9], False),
+        ([2, 3, 4, 5, 6], [9], [2, 3, 4, 5, 6], True),
+        ([9, 0, 0, 0], [9], [9], False),
+        ([3, 9, 5, 9], [9], [3, 9], False),
+        ([5, 6, 2, 2, 2], [2], [5, 6, 2], False),
+        ([5, 7, 8], [8, 7], [5, 7], False),
+        ([], [9], [], True),
+    ],
+)
+def test_response_ends_at_its_first_stop_token(ids, stops, expected, truncated):
+    kept, flag = cut_at_stop(torch.tensor(ids, dtype=torch.long), stops)
+    assert (kept.tolist(), flag) == (expected, truncated)
 
 
 def test_rows_that_do_not_fit_raise():

@@ -255,32 +255,32 @@ for _entry in (
     AdvantageEstimator(
         name="reinforce++",
         whitens=True,
-        paper="Hu et al., arXiv 2501.03262, section 3.1",
+        paper="Hu et al., arXiv 2501.03262",
         compute=_compute_reinforce,
     ),
     AdvantageEstimator(
         name="reinforce++_baseline",
         needs_group=True,
         whitens=True,
-        paper="Hu et al., arXiv 2501.03262, section 3.2",
+        paper="Hu et al., arXiv 2501.03262",
         compute=_compute_mean,
     ),
     AdvantageEstimator(
         name="reinforce_baseline",
         needs_group=True,
-        paper="Hu et al., arXiv 2501.03262, section 3.2, without its whitening",
+        paper="Hu et al., arXiv 2501.03262, without its whitening",
         compute=_compute_mean,
     ),
     AdvantageEstimator(
         name="rloo",
         needs_group=True,
-        paper="Ahmadian et al., arXiv 2402.14740, eq. 7",
+        paper="Ahmadian et al., arXiv 2402.14740",
         compute=_compute_rloo,
     ),
     AdvantageEstimator(
         name="group_mean",
         needs_group=True,
-        paper="group mean as baseline, no deviation; Liu et al., arXiv 2503.20783, section 3.1",
+        paper="group mean as baseline, no deviation; Liu et al., arXiv 2503.20783",
         compute=_compute_mean,
     ),
     AdvantageEstimator(
@@ -301,7 +301,7 @@ for _entry in (
         name="dr_grpo",
         needs_group=True,
         aggregation="seq-mean-token-sum-norm",
-        paper="Dr.GRPO, Liu et al., arXiv 2503.20783, section 3.1",
+        paper="Dr.GRPO, Liu et al., arXiv 2503.20783",
         compute=_compute_mean,
     ),
     AdvantageEstimator(

@@ -129,12 +129,12 @@ def group_norm(
 
 
 def group_mean(rewards: Tensor, group_size: int) -> Tensor:
-    """r - group mean, [N] fp32: Dr.GRPO without the deviation (Liu et al., arXiv 2503.20783, section 3.1)."""
+    """r - group mean, [N] fp32: Dr.GRPO without the deviation (Liu et al., arXiv 2503.20783)."""
     return apply_baseline(rewards, mean_baseline(rewards, group_size))
 
 
 def rloo(rewards: Tensor, group_size: int) -> Tensor:
-    """r - mean of the others in the group, [N] fp32 (RLOO, Ahmadian et al., arXiv 2402.14740, eq. 7)."""
+    """r - mean of the others in the group, [N] fp32 (RLOO, Ahmadian et al., arXiv 2402.14740)."""
     return apply_baseline(rewards, leave_one_out_baseline(rewards, group_size))
 
 

@@ -44,8 +44,8 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, mask: Tenso
         log_probs: [B, T], of the policy that sampled; carries the gradient.
         ref_log_probs: [B, T], of the reference.
         kind: one of `KL_KINDS`. A pair "a+b" is the straight-through form: the number of a, the gradient of b. The
-            gradient of k2 is the unbiased on-policy gradient of the divergence (Tang and Munos, arXiv 2506.09477),
-            that of k3 is not, that of k1 has mean zero.
+            gradient of k2 is in the mean that of KL(policy || reference), that of k3 the one of
+            KL(reference || policy), and that of k1 has mean zero (Tang and Munos, arXiv 2506.09477).
         mask: [B, T]; when given, masked cells are exactly 0.
 
     Returns:

@@ -46,9 +46,8 @@ def importance_weights(
         level: "token", or "sequence": the product of a row's ratios on each of its tokens.
         cap: largest weight C.
         floor: smallest weight that "mask" keeps; "truncate" does not read it.
-        mode: "truncate": min(w, C) (truncated importance sampling, Espeholt et al., arXiv 1802.01561, eq. 1 on the
-            behaviour ratio). "mask": w where floor <= w <= C, else 0 (IcePop, Ling team, arXiv 2510.18855). "off":
-            ones.
+        mode: "truncate": min(w, C) (truncated importance sampling, Espeholt et al., arXiv 1802.01561, section 4.1).
+            "mask": w where floor <= w <= C, else 0 (IcePop, Ling team, arXiv 2510.18855). "off": ones.
 
     Returns:
         [B, T] fp32, 0 where masked. Truncation biases towards the engine's policy; a masked token loses its gradient
@@ -91,11 +90,13 @@ def mismatch_metrics(
     """
     require_same_shape(train_log_probs=train_log_probs, engine_log_probs=engine_log_probs, mask=mask)
     log_ratio = keep_masked(train_log_probs.detach().float() - engine_log_probs.detach().float(), mask)
-    ratio = log_ratio.exp()
+    # beyond e^20 a ratio says nothing more, and its square would overflow
+    bounded = log_ratio.clamp(-20, 20)
+    ratio = bounded.exp()
     return {
         "gap": metric_mean(log_ratio.abs(), mask),
         "gap_max": metric_max(log_ratio.abs(), mask),
-        "engine_kl": metric_mean(torch.expm1(log_ratio) - log_ratio, mask),
+        "engine_kl": metric_mean(torch.expm1(bounded) - bounded, mask),
         "outside": metric_mean(((ratio < 0.9) | (ratio > 1.1)).float(), mask),
         "weight": metric_mean(ratio, mask),
         "weight_square": metric_mean(ratio.square(), mask),

@@ -125,7 +125,8 @@ class PolicyLoss:
         """
         resolved = self.resolve(options)
         old = inputs.log_probs.detach() if inputs.old_log_probs is None else inputs.old_log_probs.detach()
-        log_ratio = keep_masked(inputs.log_probs.float() - old.float(), inputs.mask)
+        # hazard: a ratio that overflows fp32 has a NaN gradient even where it is clipped; e^60 is finite
+        log_ratio = keep_masked(inputs.log_probs.float() - old.float(), inputs.mask).clamp(-60, 60)
         surrogate = self.compute(
             surrogates.SurrogateInputs(
                 log_ratio=log_ratio,
@@ -135,7 +136,9 @@ class PolicyLoss:
             ),
             resolved,
         )
-        loss = surrogate.loss if inputs.weights is None else surrogate.loss * inputs.weights.detach().float()
+        loss = surrogate.loss
+        if inputs.weights is not None:
+            loss = loss * keep_masked(inputs.weights.detach().float(), inputs.mask)
         ratio = log_ratio.detach().exp()
         return LossOutputs(
             loss=keep_masked(loss, inputs.mask),
@@ -143,7 +146,7 @@ class PolicyLoss:
                 "clip_fraction": metric_mean(surrogate.clipped.float(), inputs.mask),
                 "ratio": metric_mean(ratio, inputs.mask),
                 "ratio_max": metric_max(ratio, inputs.mask),
-                "kl_old_new": metric_mean(ratio - 1 - log_ratio.detach(), inputs.mask),
+                "kl_old_new": metric_mean(log_ratio.detach().expm1() - log_ratio.detach(), inputs.mask),
             },
         )
 
@@ -212,7 +215,7 @@ for _entry in (
     PolicyLoss(
         name="dual_clip",
         defaults={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
-        paper="dual-clip PPO, Ye et al., arXiv 1912.09729, eq. 5",
+        paper="dual-clip PPO, Ye et al., arXiv 1912.09729",
         compute=surrogates.ppo,
     ),
     PolicyLoss(
@@ -238,7 +241,7 @@ for _entry in (
         name="gmpo",
         defaults={"clip_low": 0.4, "clip_high": 0.4},
         is_sequence_level=True,
-        paper="GMPO, Zhao et al., arXiv 2507.20673, eq. 4",
+        paper="GMPO, Zhao et al., arXiv 2507.20673",
         compute=surrogates.gmpo,
     ),
     PolicyLoss(

@@ -27,8 +27,9 @@ def value_loss(
         LossOutputs with the metrics value_clip_fraction, value_error (squared) and value.
     """
     require_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
-    values, old_values = values.float(), old_values.detach().float()
-    returns = returns.detach().float()
+    values = keep_masked(values.float(), mask)
+    old_values = keep_masked(old_values.detach().float(), mask)
+    returns = keep_masked(returns.detach().float(), mask)
     error = (values - returns).square()
     bound = error
     if clip is not None:
@@ -54,7 +55,7 @@ def entropy_bonus(entropy: Tensor, mask: Tensor, coefficient: float) -> Tensor:
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, ratio: float) -> Tensor:
-    """The tokens of highest entropy in each response (Wang et al., arXiv 2506.01939, eq. 5).
+    """The tokens of highest entropy in each response (Wang et al., arXiv 2506.01939).
 
     Args:
         entropy: [B, T].

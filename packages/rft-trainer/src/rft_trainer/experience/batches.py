@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -58,6 +58,22 @@ def position_ids_from_mask(mask: Tensor) -> Tensor:
     """[B, T] int64 positions: real tokens count 0, 1, 2, ... on either padding side; padding gets 0."""
     present = mask.bool()
     return (present.long().cumsum(dim=1) - 1).clamp(min=0) * present
+
+
+def cut_at_stop(token_ids: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, bool]:
+    """The response [n] up to its first stop token, that one included, and whether it was truncated.
+
+    Args:
+        token_ids: [t] response tokens, with or without padding behind the stop token.
+        stop_ids: all ids that end a response; models have one or several.
+
+    Returns:
+        (ids [n], truncated). Without a stop token the ids come back unchanged and truncated is True. Tokens behind the
+        first stop token are dropped, never masked in between.
+    """
+    is_stop = torch.isin(token_ids, torch.tensor(sorted(stop_ids), dtype=token_ids.dtype, device=token_ids.device))
+    hits = is_stop.nonzero()
+    return (token_ids, True) if len(hits) == 0 else (token_ids[: int(hits[0]) + 1], False)
 
 
 def join_prompt_response(

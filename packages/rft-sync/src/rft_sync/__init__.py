@@ -29,6 +29,7 @@ from rft_sync.sources import (
     ZeroSource,
     source_for,
 )
+from rft_sync.transfer import receive_weights, send_weights
 from rft_sync.verification import Verification, verify
 
 __all__ = [
@@ -64,7 +65,9 @@ __all__ = [
     "fingerprint",
     "fused_groups",
     "plan_buckets",
+    "receive_weights",
     "receiver_for",
+    "send_weights",
     "source_for",
     "verify",
 ]

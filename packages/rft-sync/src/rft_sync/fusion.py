@@ -32,7 +32,7 @@ def fused_groups(names: Iterable[str]) -> list[tuple[str, ...]]:
             continue
         parts = name.split(".")
         for depth, part in enumerate(parts):
-            if part in _SET_OF and depth > 0:
+            if part in _SET_OF:
                 groups.setdefault((".".join(parts[:depth]), _SET_OF[part]), []).append(name)
                 break
     return [tuple(members) for members in groups.values() if len(members) > 1]
@@ -49,7 +49,7 @@ def missing_members(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     for name in names:
         parts = name.split(".")
         for depth, part in enumerate(parts):
-            if part in _SET_OF and depth > 0:
+            if part in _SET_OF:
                 present.setdefault((".".join(parts[:depth]), _SET_OF[part]), set()).add(part)
                 break
     return {

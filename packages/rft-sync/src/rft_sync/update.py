@@ -60,6 +60,7 @@ class Update:
         self._seconds = dict.fromkeys(("wake", "gather", "cast", "load", "finish", "verify", "total"), 0.0)
         self._prepared = False
         self._started = False
+        self._sending = False
         self._delivered = 0
 
     def run(self, version: int, *, at_least: int, finished: int) -> SyncReport:
@@ -74,6 +75,7 @@ class Update:
                 names if self._config.verify == "all" else rotating_sample(names, finished, self._config.verify_sample)
             )
             check = ReadBackCheck(self._receiver, sampled)
+            self._sending = True
             self._send(manifest, check)
             self._timed("finish", lambda: self._together(lambda: self._receiver.finish(version)))
             verification: list[Verification] = []
@@ -166,7 +168,9 @@ class Update:
         self._delivered += len(bucket)
 
     def _abort(self, reason: str) -> None:
-        if self._started:
+        if self._started and not self._sending and hasattr(self._receiver, "cancel"):
+            self._receiver.cancel()
+        elif self._started:
             self._receiver.abort(reason)
         if self._prepared:
             self._gate.abort(reason)

@@ -141,6 +141,10 @@ class ModuleReceiver:
         self.session.check_complete()
         self.session.close(version)
 
+    def cancel(self) -> None:
+        """Nothing was loaded: be what it was before."""
+        self.session.cancel()
+
     def abort(self, reason: str) -> None:
         """Mark as unusable until a full update succeeds."""
         self.session.abort(reason)

@@ -48,7 +48,8 @@ class WeightReceiver(Protocol):
     def abort(self, reason: str) -> None:
         """The update failed after `start` succeeded here, or after `finish`, when verification failed.
 
-        The engine's weights are undefined until a full update succeeds, unless nothing was loaded yet.
+        The engine's weights are undefined until a full update succeeds. A receiver may also have `cancel()`, which is
+        called in place of `abort` when another rank refused in `start`, so that nothing was loaded anywhere.
         """
         ...
 
@@ -92,7 +93,7 @@ class UpdateSession:
         self._owner = owner
         self._manifest: Manifest | None = None
         self._loaded: set[str] = set()
-        self._before = (True, "")
+        self._before: tuple[bool, str, int | None] = (True, "", None)
         self.version: int | None = None
         self.usable = True
         self.reason = ""
@@ -111,7 +112,7 @@ class UpdateSession:
         if self._manifest is not None:
             raise EngineNotReady(f"{self._owner} is inside an update; finish or abort it before starting another")
         self._manifest, self._loaded = manifest, set()
-        self._before = (self.usable, self.reason)
+        self._before = (self.usable, self.reason, self.version)
         self.usable, self.reason = False, "an update is open"
 
     def count(self, names: Iterable[str]) -> None:
@@ -157,13 +158,15 @@ class UpdateSession:
         self.version, self.usable, self.reason = version, True, ""
 
     def abort(self, reason: str) -> None:
-        """The update failed, or a finished one did not stand verification.
-
-        An update that was opened and loaded nothing has changed nothing: then the receiver is what it was before.
-        """
-        untouched = self._manifest is not None and not self._loaded
+        """The update failed, or a finished one did not stand verification: the version is what it was before."""
         self._manifest = None
-        self.usable, self.reason = self._before if untouched else (False, reason)
+        self.version = self._before[2]
+        self.usable, self.reason = False, reason
+
+    def cancel(self) -> None:
+        """The update ended before anything was loaded: all is what it was before."""
+        self._manifest = None
+        self.usable, self.reason, self.version = self._before
 
     def require_full(self, manifest: Manifest) -> None:
         """An adapter cannot repair undefined base weights.

@@ -47,6 +47,10 @@ class RecordingReceiver:
         self.session.close(version)
         self.calls.append(("finish", version))
 
+    def cancel(self) -> None:
+        """Nothing was loaded: be what it was before."""
+        self.session.cancel()
+
     def abort(self, reason: str) -> None:
         """Mark as unusable."""
         self.session.abort(reason)

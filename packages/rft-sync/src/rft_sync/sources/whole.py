@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from rft_sync.errors import UnsupportedCombination
-from rft_sync.live import is_kind, live_tensors, unwrap
+from rft_sync.live import check_sendable, is_kind, live_tensors, unwrap
 from rft_sync.partition import Partition, Redistributed, placement_of
 from rft_sync.sources.assembly import CheckpointSource, DtypePolicy, ExportTensor
 
@@ -43,6 +43,7 @@ class ModuleSource(CheckpointSource):
     def __init__(self, model: nn.Module, *, dtype: DtypePolicy = None, keep_fp32: Sequence[str] = ()) -> None:
         inner = unwrap(model)
         for live in live_tensors(inner)[0]:
+            check_sendable(live.name, live.tensor, buffer=live.buffer)
             if isinstance(placement_of(live.name, live.tensor), Partition | Redistributed):
                 raise UnsupportedCombination(
                     f"ModuleSource and the sharded parameter {live.name}: use source_for(model)", [live.name]

@@ -71,7 +71,7 @@ def spawn_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeo
         RankError: With the traceback of the first rank that failed, or the ranks that did not finish.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor"])
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor", "rft_sync"])
     target = (function.__code__.co_filename, function.__name__)
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         store = str(Path(folder) / "store")

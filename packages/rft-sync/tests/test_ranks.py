@@ -1,0 +1,303 @@
+"""Several ranks: one error for all, agreement before the first byte, LoRA on sharded models, separate processes."""
+
+import copy
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from rft_sync import (
+    BroadcastConfig,
+    BroadcastManager,
+    EngineNotReady,
+    EngineRefused,
+    FSDPSource,
+    ManifestMismatch,
+    ModuleReceiver,
+    ModuleSource,
+    NonFiniteWeight,
+    RecordingReceiver,
+    UnsupportedCombination,
+    VerificationFailed,
+    WeightSyncError,
+    receive_weights,
+    send_weights,
+    source_for,
+)
+from rft_sync.testing import RankError, check_source, spawn_ranks
+
+
+class Net(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(5, 6)
+        self.q_proj, self.k_proj = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.lm_head = nn.Linear(6, 5, bias=False)
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        return self.lm_head(torch.tanh(self.q_proj(hidden)) + self.k_proj(hidden).sum(-1, keepdim=True))
+
+
+def _sharded(model):
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+class Faulty(RecordingReceiver):
+    """Fails on one rank at one step."""
+
+    def __init__(self, fails, step):
+        super().__init__()
+        self.fails, self.step = fails, step
+
+    def _maybe(self, step):
+        if self.fails and step == self.step:
+            raise EngineRefused(f"planned in {step}")
+
+    def start(self, manifest):
+        self._maybe("start")
+        super().start(manifest)
+
+    def load(self, bucket):
+        self._maybe("load")
+        super().load(bucket)
+
+    def finish(self, version):
+        self._maybe("finish")
+        super().finish(version)
+
+    def read_back(self, name):
+        parts = super().read_back(name)
+        return [part + 1 for part in parts] if self.fails and self.step == "verify" else parts
+
+
+def _raises(kind, call):
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+def _one_error_for_all(rank):
+    messages = []
+    for step, kind in [
+        ("start", EngineRefused),
+        ("load", EngineRefused),
+        ("finish", EngineRefused),
+        ("verify", VerificationFailed),
+    ]:
+        receiver = Faulty(rank == 1, step)
+        manager = BroadcastManager(source_for(_sharded(Net(1))), receiver, BroadcastConfig(bucket_bytes=100))
+        messages.append(_raises(kind, manager.broadcast_to_engine))
+        assert manager.version == 0
+        assert receiver.session.usable == (step == "start")
+        receiver.step = None
+        assert manager.broadcast_to_engine().version == 1
+        assert receiver.session.usable
+    return messages
+
+
+def test_a_failure_on_one_rank_is_the_same_error_on_all_and_the_next_update_repairs():
+    first, second = spawn_ranks(_one_error_for_all, 2)
+    assert first == second
+    assert [message.startswith("rank 1: ") for message in first] == [True] * 4
+    assert "planned in load" in first[1]
+
+
+def _disagreements(rank):
+    found = []
+    shape = BroadcastManager(ModuleSource(nn.Linear(2 + rank, 2)), RecordingReceiver())
+    found.append(_raises(ManifestMismatch, shape.broadcast_to_engine))
+    config = BroadcastConfig(bucket_bytes=100 + rank)
+    found.append(
+        _raises(
+            ManifestMismatch, BroadcastManager(ModuleSource(Net()), RecordingReceiver(), config).broadcast_to_engine
+        )
+    )
+    version = BroadcastManager(ModuleSource(Net()), RecordingReceiver())
+    found.append(_raises(ManifestMismatch, lambda: version.broadcast_to_engine(1 + rank)))
+    meta = ModuleSource(Net())
+    if rank == 0:
+        meta._model.q_proj.to("meta")
+    found.append(_raises(UnsupportedCombination, BroadcastManager(meta, RecordingReceiver()).broadcast_to_engine))
+    nan = Net()
+    with torch.no_grad():
+        nan.embed.weight[4, 0] = float("nan")  # lies in the last rank's shard
+    found.append(
+        _raises(NonFiniteWeight, BroadcastManager(source_for(_sharded(nan)), RecordingReceiver()).broadcast_to_engine)
+    )
+    return found
+
+
+def test_ranks_agree_before_the_first_byte():
+    first, second = spawn_ranks(_disagreements, 2)
+    assert first == second
+    assert first[3].startswith("rank 0: meta parameter q_proj.weight")
+    assert "embed.weight" in first[4]
+
+
+def _kinds_of_models(rank):
+    reference = Net(4).state_dict()
+    ddp = DistributedDataParallel(Net(4))
+    check_source(source_for(ddp), reference)
+    assert isinstance(source_for(ddp), ModuleSource)
+    check_source(source_for(_sharded(Net(4)), dtype=torch.bfloat16), reference)
+    source = FSDPSource(_sharded(Net(4)), direct_bytes=1, wire_bytes=1)
+    check_source(source, reference)
+    engine = Net(5)
+    report = BroadcastManager.connect(ddp, engine).broadcast_to_engine()
+    assert all(torch.equal(engine.state_dict()[name], value) for name, value in reference.items())
+    return report.fingerprint
+
+
+def test_ddp_and_fsdp2_pass_the_conformance_kit_with_one_fingerprint():
+    first, second = spawn_ranks(_kinds_of_models, 2)
+    assert first == second
+
+
+def _lora(rank):
+    import peft
+
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "k_proj"], modules_to_save=["lm_head"])
+    plain = peft.get_peft_model(Net(6), config)
+    for name, parameter in plain.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    expected, receiver = RecordingReceiver(), RecordingReceiver()
+    BroadcastManager(source_for(plain), expected).broadcast_to_engine()
+    merged = Net()
+    merged.load_state_dict(expected.tensors)
+    torch.testing.assert_close(merged(torch.arange(5)), plain(torch.arange(5)))
+    manager = BroadcastManager(source_for(_sharded(copy.deepcopy(plain))), receiver, BroadcastConfig(bucket_bytes=100))
+    for _ in range(3):
+        manager.broadcast_to_engine()
+        assert set(receiver.tensors) == set(expected.tensors)
+        for name, value in expected.tensors.items():
+            assert torch.equal(receiver.tensors[name], value), name
+
+
+def test_merged_lora_under_fsdp2_is_bit_equal_to_the_plain_model():
+    pytest.importorskip("peft")
+    spawn_ranks(_lora, 2)
+
+
+class Slow(RecordingReceiver):
+    """Copies after a delay, on another thread, and says when it is done."""
+
+    def __init__(self, delay):
+        super().__init__()
+        self.delay = delay
+
+    def load(self, bucket):
+        from concurrent.futures import ThreadPoolExecutor
+
+        pool = ThreadPoolExecutor(1)
+
+        def work():
+            time.sleep(self.delay)
+            super(Slow, self).load(bucket)
+
+        future = pool.submit(work)
+        pool.shutdown(wait=False)
+
+        class Handle:
+            def wait(self):
+                future.result()
+
+        return Handle()
+
+
+def _separate(rank, trainers, delay, repeats):
+    receivers = dist.new_group([0, trainers])
+    trainer_group = dist.new_group(list(range(trainers)))
+    tensors = {f"t{i}": torch.full((64,), float(i)) for i in range(8)}
+    if rank < trainers:
+        model = nn.ParameterDict({name: nn.Parameter(tensor.clone()) for name, tensor in tensors.items()})
+        if trainers > 1:
+            fully_shard(model, mesh=DeviceMesh("cpu", list(range(trainers))))
+        source = source_for(model)
+        for repeat in range(repeats):
+            send_weights(source, version=repeat + 1, group=receivers, trainer_group=trainer_group, bucket_bytes=256)
+        return None
+    receiver = Slow(delay)
+    begin = time.monotonic()
+    for repeat in range(repeats):
+        assert receive_weights(receiver, group=receivers) == repeat + 1
+        for name, value in tensors.items():
+            assert torch.equal(receiver.tensors[name], value), name
+    return time.monotonic() - begin
+
+
+def test_eight_slow_buckets_over_four_trainers_take_eight_delays_and_no_timeout():
+    results = spawn_ranks(_separate, 5, 4, 0.25, 1, timeout_seconds=60)
+    assert 2.0 <= results[4] < 60
+
+
+def test_double_buffered_transfer_is_bit_equal_over_many_repeats():
+    spawn_ranks(_separate, 2, 1, 0.001, 100, timeout_seconds=90)
+
+
+def _separate_failures(rank):
+    group = dist.new_group([0, 2])
+    trainers = dist.new_group([0, 1])
+    results = []
+    model, nan = Net(1), Net(1)
+    with torch.no_grad():
+        nan.k_proj.bias[0] = float("nan")
+    receiver = Faulty(True, "load")
+    engine = ModuleReceiver(Net(2))
+    for case in ("receiver", "sender", "plan", "good"):
+        try:
+            if rank < 2:
+                source = ModuleSource(nan if case == "sender" else copy.deepcopy(model))
+                if case == "plan" and rank == 1:
+                    source = ModuleSource(nn.Linear(2, 2))
+                send_weights(source, version=3, group=group, trainer_group=trainers, bucket_bytes=64)
+            else:
+                receive_weights(receiver if case == "receiver" else engine, group=group)
+            results.append("ok")
+        except WeightSyncError as error:
+            results.append(type(error).__name__)
+    if rank == 2:
+        assert engine.session.usable
+        assert not receiver.session.usable
+        assert all(torch.equal(a, b) for a, b in zip(engine._module.parameters(), model.parameters(), strict=True))
+    return results
+
+
+def test_failures_on_either_side_reach_both_and_the_next_update_works():
+    first, second, engine = spawn_ranks(_separate_failures, 3, timeout_seconds=60)
+    assert first == second == ["EngineRefused", "NonFiniteWeight", "ManifestMismatch", "ok"]
+    assert engine == ["EngineRefused", "NonFiniteWeight", "WeightSyncError", "ok"]
+
+
+def _dies(rank):
+    if rank == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def _fails(rank):
+    raise EngineNotReady(f"planned on {rank}")
+
+
+def _hangs(rank):
+    time.sleep(60)
+
+
+def test_the_harness_reports_failures_deaths_and_hangs():
+    with pytest.raises(RankError, match="planned on"):
+        spawn_ranks(_fails, 1)
+    with pytest.raises(RankError, match=r"died|failed"):
+        spawn_ranks(_dies, 2, timeout_seconds=20)
+    with pytest.raises(RankError, match="did not finish within 3"):
+        spawn_ranks(_hangs, 1, timeout_seconds=3)

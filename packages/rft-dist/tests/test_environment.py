@@ -1,4 +1,5 @@
 import pytest
+
 from rft_dist import EnvironmentVariableError, TorchrunEnvironment
 
 TORCHRUN = {
@@ -40,9 +41,7 @@ def test_no_launcher_means_one_process():
     assert environment.launcher == "single"
 
 
-@pytest.mark.parametrize(
-    "name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-)
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_is_named_with_a_remedy(name):
     variables = {key: value for key, value in TORCHRUN.items() if key != name}
     with pytest.raises(ValueError, match=rf"^{name} is missing .*: start with torchrun"):
@@ -93,7 +92,13 @@ def test_slurm_tasks_of_this_node(changes, expected):
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("gpu[007-010,12]", "gpu007"), ("login1", "login1"), ("a1,b2", "a1"), ("rack[3]-n[1-2]", "rack3-n1"), ("n[1-2]x", "n1x")],
+    [
+        ("gpu[007-010,12]", "gpu007"),
+        ("login1", "login1"),
+        ("a1,b2", "a1"),
+        ("rack[3]-n[1-2]", "rack3-n1"),
+        ("n[1-2]x", "n1x"),
+    ],
 )
 def test_slurm_first_host(nodes, host):
     assert TorchrunEnvironment.from_environ({**SLURM, "SLURM_JOB_NODELIST": nodes}).master_addr == host

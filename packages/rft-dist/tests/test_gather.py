@@ -4,10 +4,12 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+
 from rft_dist import (
     GatherError,
     GatherPlan,
     ParallelLayout,
+    RemoteError,
     all_gather_ragged,
     build_rollout_groups,
     gather_inputs,
@@ -71,7 +73,7 @@ def test_outputs_that_do_not_fit_the_plan_are_refused(outputs, samples, message)
 
 @pytest.mark.parametrize("arguments", [((3, -1), 0), ((3, 1), 2), ((3, 1), -1)])
 def test_an_impossible_plan_is_refused(arguments):
-    with pytest.raises(GatherError, match="counts=|index="):
+    with pytest.raises(GatherError, match=r"counts=|index="):
         GatherPlan(*arguments)
 
 
@@ -116,15 +118,13 @@ def too_long(rank, world_size):
 
 def test_an_exception_on_one_rank_reaches_its_whole_group_with_its_origin():
     first, second, *others = run_ranks(too_long, 4)
-    message = (
-        "prompt 3 has 5000 tokens, max_model_len is 4096 [raised on rank 1, position 1 of 2 in its group]"
-    )
+    message = "prompt 3 has 5000 tokens, max_model_len is 4096 [raised on rank 1, position 1 of 2 in its group]"
     assert first[0] == second[0] == message
     assert "in too_long" in first[1]
     assert others == ["no error in this group"] * 2
 
 
-class OnlyHere(Exception):
+class OnlyHereError(Exception):
     """Cannot be rebuilt from its arguments."""
 
     def __init__(self, one, two):
@@ -132,18 +132,18 @@ class OnlyHere(Exception):
 
 
 def several_errors(rank, world_size):
-    error = OnlyHere("a lock", "a key") if rank == 1 else KeyError("late") if rank == 3 else None
+    error = OnlyHereError("a lock", "a key") if rank == 1 else KeyError("late") if rank == 3 else None
     try:
         raise_together(error)
-    except Exception as failure:
+    except (OnlyHereError, RemoteError) as failure:
         return type(failure).__name__, str(failure)
 
 
 def test_the_first_failing_rank_is_raised_and_what_cannot_travel_is_told():
     results = run_ranks(several_errors, 4)
     origin = "[raised on rank 1, position 1 of 4 in its group]"
-    assert results[1] == ("OnlyHere", f"a lock and a key {origin}")
-    assert results[0] == results[2] == results[3] == ("RemoteError", f"OnlyHere: a lock and a key {origin}")
+    assert results[1] == ("OnlyHereError", f"a lock and a key {origin}")
+    assert results[0] == results[2] == results[3] == ("RemoteError", f"OnlyHereError: a lock and a key {origin}")
 
 
 def bad_items(rank, world_size, fault):
@@ -152,7 +152,7 @@ def bad_items(rank, world_size, fault):
         items = {"lock": [threading.Lock()], "generator": broken_source()}[fault]
     try:
         gather_inputs(items, dist.group.WORLD)
-    except Exception as failure:
+    except (TypeError, RuntimeError) as failure:
         return type(failure).__name__, str(failure)
 
 
@@ -161,7 +161,9 @@ def broken_source():
     raise RuntimeError("the loader's file is gone")
 
 
-@pytest.mark.parametrize(("fault", "name", "text"), [("lock", "TypeError", "cannot pickle"), ("generator", "RuntimeError", "file is gone")])
+@pytest.mark.parametrize(
+    ("fault", "name", "text"), [("lock", "TypeError", "cannot pickle"), ("generator", "RuntimeError", "file is gone")]
+)
 def test_items_that_cannot_be_sent_are_an_error_on_all_ranks(fault, name, text):
     results = run_ranks(bad_items, 3, fault)
     assert len(set(results)) == 1
@@ -174,7 +176,7 @@ def test_without_a_process_group_this_process_is_a_world_of_one():
     gathered, plan = gather_inputs(["a", "b"], None)
     assert gathered == ["a", "b"]
     assert plan == GatherPlan((2,), 0)
-    with pytest.raises(KeyError, match="^'alone'$"):
+    with pytest.raises(KeyError, match=r"^'alone'$"):
         raise_together(KeyError("alone"))
     raise_together(None)
 

@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+
 from rft_dist import GroupError, ParallelLayout, build_rollout_groups
 from rft_dist.testing import run_ranks
 

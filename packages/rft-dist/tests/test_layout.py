@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 import torch
+
 from rft_dist import ParallelLayout
 
 TABLE = {
@@ -42,13 +43,19 @@ def test_seeds_are_equal_inside_a_tp_group_and_differ_between_groups(base, first
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"world_size": 8, "engine_tp_size": 3}, r"engine_tp_size=3 does not divide world_size=8: choose one of \[1, 2, 4, 8\]"),
+        (
+            {"world_size": 8, "engine_tp_size": 3},
+            r"engine_tp_size=3 does not divide world_size=8: choose one of \[1, 2, 4, 8\]",
+        ),
         ({"world_size": 0}, "world_size=0"),
         ({"world_size": 8, "engine_tp_size": 0}, "engine_tp_size=0"),
         ({"world_size": 8, "engine_tp_size": 2.0}, r"engine_tp_size=2\.0"),
         ({"world_size": 8, "rank": 8}, "rank=8 is outside the world: give 0 to 7"),
         ({"world_size": 8, "rank": -1}, "rank=-1"),
-        ({"world_size": 12, "engine_tp_size": 4, "local_world_size": 6}, "engine_tp_size=4 does not divide local_world_size=6"),
+        (
+            {"world_size": 12, "engine_tp_size": 4, "local_world_size": 6},
+            "engine_tp_size=4 does not divide local_world_size=6",
+        ),
         ({"world_size": 16, "engine_tp_size": 16, "local_world_size": 8}, "engine_tp_size=16 .*local_world_size=8"),
         ({"world_size": 8, "local_world_size": 3}, "local_world_size=3 does not divide world_size=8"),
     ],

@@ -1,6 +1,6 @@
 """Process groups, gathering and collectives for SPMD reinforcement fine-tuning."""
 
-from rft_dist.agreement import raise_together
+from rft_dist.agreement import raise_together, run_on_first_rank
 from rft_dist.config import DistributedConfig
 from rft_dist.environment import TorchrunEnvironment
 from rft_dist.errors import (
@@ -60,5 +60,6 @@ __all__ = [
     "distributed_session",
     "gather_inputs",
     "raise_together",
+    "run_on_first_rank",
     "slice_local",
 ]

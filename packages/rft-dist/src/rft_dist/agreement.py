@@ -2,12 +2,15 @@
 
 import pickle
 import traceback
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from rft_dist.errors import RemoteError
 from rft_dist.exchange import gather_bytes, gather_rows, group_rank, group_ranks, group_size
+
+T = TypeVar("T")
 
 _ORIGIN = "_rft_dist_origin"
 
@@ -43,6 +46,30 @@ def raise_from(
     if size > 1:
         mark_origin(error, f"raised on rank {group_ranks(group)[first]}, position {first} of {size} in its group")
     raise error
+
+
+def run_on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Runs the action on the group's first rank; all ranks leave with what it returned. Collective over the group.
+
+    For work that must be done once, such as making a folder or writing a file on a shared disk.
+
+    Args:
+        action: called on the first rank only; it must call no collective. Its result must be picklable.
+        group: a group of CPU tensors (gloo); None means the default group, or this process alone without one.
+
+    Raises:
+        BaseException: what the action raised, on every rank.
+    """
+    error: BaseException | None = None
+    payload = b""
+    if group_rank(group) == 0:
+        try:
+            payload = pickle.dumps(action())
+        except BaseException as failure:  # noqa: BLE001 - raised on all ranks below
+            error = failure
+    raise_together(error, group)
+    result: T = pickle.loads(gather_bytes(payload, [], group)[0][1])
+    return result
 
 
 def mark_origin(error: BaseException, origin: str) -> None:

@@ -184,10 +184,10 @@ def _slurm_first_host(environ: Mapping[str, str]) -> str:
     """First host of a list such as `gpu[007-010,12],login1`."""
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if name in environ:
-            match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", environ[name].strip())
-            if match is None:
+            hosts = re.match(r"(?:[^,\[]|\[[^\]]+\])+", environ[name].strip())
+            if hosts is None:
                 raise EnvironmentVariableError(f"{name}={environ[name]!r} names no host: set MASTER_ADDR")
-            return match[1] + (match[2] or "") + (match[3] or "")
+            return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", hosts[0])
     return "127.0.0.1"
 
 

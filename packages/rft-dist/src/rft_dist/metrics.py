@@ -160,9 +160,7 @@ def _metric(key: Any, value: Any) -> Metric:
         return value
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            raise MetricError(
-                f"metric {key!r} is a tensor of shape {tuple(value.shape)}: wrap it, Mean.of(tensor, mask)"
-            )
+            raise MetricError(f"metric {key!r} is a tensor {tuple(value.shape)}: wrap it in Mean.of(tensor, mask)")
         value = value.item()
     try:
         return Mean(float(value), 1)

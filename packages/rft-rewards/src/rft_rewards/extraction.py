@@ -16,8 +16,12 @@ ExtractionPolicy: TypeAlias = Literal["strict", "flexible", "boxed"]
 
 _MARKER = re.compile(r"(?<!#)####(?!#)")
 _LEAD = re.compile(r"[\s*_=:`]*(?:\\\(|\\\[|\$(?=[^\d.]))?\s*")
-_TAIL_WINDOW = 4000
-_SLACK = 1200
+_LINE = 4000
+# Tails of a text to look at before the whole of it. A number that starts within the slack may be cut, and the next
+# larger tail decides.
+_WINDOWS = ((150, 60), (4000, 1200))
+_LAST_DIGIT = re.compile("[\\d\u00bc-\u00be\u2150-\u215e\u2189]")
+_MARKS = 30  # what may belong to a number behind its last digit: braces, a percent sign, a scale word
 
 # A box is opened by \boxed or \fbox, also where the backslash was doubled, or where "\b" became a backspace.
 _OPENING = r"(?:\\{1,2}|\x08o?)?(?:b?oxed|fbox|framebox)\s*\{"
@@ -79,7 +83,7 @@ def _behind_marker(text: str) -> str | None:
     markers = [match.end() for match in _MARKER.finditer(text)]
     if not markers:
         return None
-    rest = text[markers[-1] : markers[-1] + _TAIL_WINDOW].lstrip()
+    rest = text[markers[-1] : markers[-1] + _LINE].lstrip()
     line = rest.partition("\n")[0]
     quantity = parse_quantity(line.strip())
     if quantity is not None:
@@ -107,11 +111,14 @@ _CONTINUES = re.compile(r"\s*(?:[-+*/^=<>]|\\(?:times|cdot|pm|sqrt|pi)|or\b|and\
 
 def last_number(text: str) -> str | None:
     """The last number of `text`, in the same spelling as `extract_gsm8k`; None when there is none."""
-    window = text[-_TAIL_WINDOW:]
-    found = _last_number_of(window, 0 if len(window) == len(text) else _SLACK)
-    if found is None and len(window) < len(text):
-        found = _last_number_of(text, 0)
-    return found
+    digit = _LAST_DIGIT.search(text[::-1])
+    if digit is None:
+        return None
+    text = text[: len(text) - digit.start() + _MARKS]
+    for window, slack in _WINDOWS:
+        if len(text) > window and (found := _last_number_of(text[-window:], slack)) is not None:
+            return found
+    return _last_number_of(text, 0)
 
 
 def _last_number_of(text: str, slack: int) -> str | None:

@@ -35,13 +35,14 @@ _EXPONENT = (
     r"|\s*(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*(?P<ten>[-+]?\d{1,4})(?!\d)\s*\}?)"
 )
 NUMBER = re.compile(
+    r"(?=[-+$.\d\u00a3\u20ac\u00a5\u20b9ACHNU])"  # most characters start no number: fail at once
     r"(?P<sign>[-+]?)\s?(?P<currency>(?:US|A|C|NZ|HK)?\$|[\u00a3\u20ac\u00a5\u20b9])?\s?(?P<inner>[-+]?)"
     rf"(?:(?P<whole>\d+)\s+(?P<up>\d+)\s?/\s?(?P<down>\d+)(?![\d/.])"
     rf"|(?P<over>{_DECIMAL})\s?/\s?(?P<under>-?{_DECIMAL})(?![\d/])"
     rf"|(?P<decimal>{_DECIMAL}){_EXPONENT}?)"
-    r"(?P<scale>\s+(?:thousand|million|billion|trillion)\b)?"
-    r"(?P<percent>\s?%|\s+per\s?cent\b)?",
-    re.ASCII | re.IGNORECASE,
+    r"(?P<scale>\s+(?i:thousand|million|billion|trillion)\b)?"
+    r"(?P<percent>\s?%|\s+(?i:per\s?cent)\b)?",
+    re.ASCII,
 )
 
 

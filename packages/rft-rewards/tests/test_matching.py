@@ -79,6 +79,8 @@ def test_equal_without_mathematics(answer, gold):
         ("1," * 500_000, "42"),
         ("{" * 10_000 + "}" * 10_000, "42"),
         ("\x00", "42"),
+        ("**" * 500_000 + "1", "42"),
+        ("1" + ",\\!234" * 170_000 + "5", "42"),
     ],
 )
 def test_unequal_without_mathematics(answer, gold):

@@ -26,7 +26,7 @@ _LATEX_FRACTION = re.compile(
     r"(\d\s*)?\\[dtc]?frac\s*(?:\{\s*([-+]?\d*\.?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d*\.?\d+)\s*\}|(\d)(?!\d))", re.ASCII
 )
 _GROUPED = re.compile(
-    r"(?<![\d.,])\d{1,3}(?:(?:,\\!\s?|\{,\}|\\,|\u2009|,)\d{3})+(?!\d|,\d|,\\!|\{,\}|\\,\d)", re.ASCII
+    r"(?<![\d.,])\d{1,3}(?:(?:,\\!\s?|\{,\}|\\,|\u2009|,)\d{3}){1,40}(?!\d|,\d|,\\!|\{,\}|\\,\d)", re.ASCII
 )
 _NOT_DIGIT = re.compile(r"\D+", re.ASCII)
 _DECIMAL = r"(?:\d+(?:\.\d+)?|\.\d+)"

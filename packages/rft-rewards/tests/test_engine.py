@@ -283,6 +283,12 @@ def test_three_policies_side_by_side():
     assert [counters[f"{name}/missing_answer"] for name in table] == [4, 1, 4]
 
 
+def test_units_in_a_box_decide():
+    engine = _engine(exact_answer("boxed"))
+    texts = ["\\boxed{12 \\text{ cm}}", "\\boxed{12 \\text{ m}}", "\\boxed{12}"]
+    assert [r.total for r in engine.compute([RewardSample(t, reference="12 cm") for t in texts])] == [1.0, 0.0, 1.0]
+
+
 def test_process_rewards_lie_at_their_tokens():
     def process(samples):
         return [Score(steps=((1, 0.2), (3, 0.8))) if sample.response == "steps" else 0.5 for sample in samples]

@@ -161,6 +161,36 @@ def test_boxes_nest_deeply_in_linear_time():
     depth = 10_000
     assert extract_boxed("\\boxed{" + "{" * depth + "1" + "}" * depth + "}") == "{" * depth + "1" + "}" * depth
     assert extract_boxed("\\boxed{" * 140_000) is None
+    assert extract_boxed("\\boxed{ " * depth + "5" + " }" * depth) == "5"
+    assert extract_boxed("x" + "}" * 1_000_000) is None
+
+
+HOSTILE = [
+    "a",
+    "1",
+    "1,",
+    "1 ",
+    "#",
+    "#### ",
+    "####\n",
+    "-",
+    "$",
+    "{",
+    "}",
+    "\\boxed",
+    "\\boxed{",
+    "1,\\!234",
+    "1\u2009",
+]
+
+
+@pytest.mark.parametrize("unit", [*HOSTILE, " ", "\u0664"])
+def test_a_megabyte_of_anything_is_read(unit):
+    text = unit * (1_000_000 // len(unit))
+    for policy in ("strict", "flexible", "boxed"):
+        extract_gsm8k(text, policy)
+        extract_gsm8k("#### 42\n" + text, policy)
+    assert extract_gsm8k(text + "\n#### 42", "strict") == "42"
 
 
 def test_markers_are_counted():

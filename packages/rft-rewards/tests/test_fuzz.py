@@ -83,7 +83,7 @@ def _answers(response):
 
 
 def _fuzz(grader, examples, most_graded):
-    """Score `examples` random responses, five to a case, the answers of at most `most_graded` distinct pairs by mathematics too."""
+    """Score `examples` random responses, five to a case; grade at most `most_graded` of the pairs left open."""
     pairs = {}
 
     @settings(max_examples=examples // 5, deadline=None, suppress_health_check=list(HealthCheck), database=None)

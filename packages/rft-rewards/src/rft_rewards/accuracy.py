@@ -4,7 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rft_rewards.errors import MissingReferenceError
-from rft_rewards.extraction import ExtractionPolicy, check_policy, count_markers, extract_gsm8k, gsm8k_reference
+from rft_rewards.extraction import (
+    ExtractionPolicy,
+    check_policy,
+    count_markers,
+    extract_boxed,
+    extract_gsm8k,
+    gsm8k_reference,
+)
 from rft_rewards.grading import Grader, Verdict, shared_grader
 from rft_rewards.sample import RewardSample
 from rft_rewards.score import Score
@@ -22,13 +29,17 @@ class ExactAnswer:
         check_policy(self.policy)
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[Score]:
-        answers = [extract_gsm8k(sample.response, self.policy) for sample in samples]
+        answers = [self._answer(sample.response) for sample in samples]
         golds = [self._gold(sample) for sample in samples]
         verdicts = (self.grader or shared_grader()).grade(list(zip(answers, golds, strict=True)))
         return [
             self._score(sample, answer, verdict)
             for sample, answer, verdict in zip(samples, answers, verdicts, strict=True)
         ]
+
+    def _answer(self, response: str) -> str | None:
+        # The whole box, because a unit or percent sign in it decides against a gold answer that has one too.
+        return extract_boxed(response) if self.policy == "boxed" else extract_gsm8k(response, self.policy)
 
     def _gold(self, sample: RewardSample) -> str:
         reference = sample.reference

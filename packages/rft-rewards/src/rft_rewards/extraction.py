@@ -16,14 +16,17 @@ ExtractionPolicy: TypeAlias = Literal["strict", "flexible", "boxed"]
 
 _MARKER = re.compile(r"(?<!#)####(?!#)")
 _LEAD = re.compile(r"[\s*_=:`]*(?:\\\(|\\\[|\$(?=[^\d.]))?\s*")
-_TAIL_WINDOW = 4000
-_SLACK = 1200
+_LINE = 4000
+# Tails of a text to look at before the whole of it. A number that starts within the slack may be cut, and the next
+# larger tail decides.
+_WINDOWS = ((150, 60), (4000, 1200))
+_LAST_DIGIT = re.compile("[\\d\u00bc-\u00be\u2150-\u215e\u2189]")
+_MARKS = 30  # what may belong to a number behind its last digit: braces, a percent sign, a scale word
 
 # A box is opened by \boxed or \fbox, also where the backslash was doubled, or where "\b" became a backspace.
 _OPENING = r"(?:\\{1,2}|\x08o?)?(?:b?oxed|fbox|framebox)\s*\{"
-_BOX_OPENING = re.compile(_OPENING)
 _BOX_TOKEN = re.compile(rf"(?P<open>{_OPENING})|\\[{{}}\\]|(?P<left>\{{)|(?P<right>\}})")
-_BARE_BOX = re.compile(r"\\boxed\s+(\\?[A-Za-z0-9.+-]+)")
+_BARE_BOX = re.compile(r"\\boxed\s+(\\?[A-Za-z0-9.+-]*[A-Za-z0-9])")
 
 
 def check_policy(policy: str) -> None:
@@ -56,7 +59,7 @@ def extract_gsm8k(text: str, policy: ExtractionPolicy = "strict") -> str | None:
 def count_markers(text: str, policy: ExtractionPolicy = "strict") -> int:
     """How many final answers `text` marks: boxes under `boxed`, `####` otherwise. Above 1 it is a multi-answer."""
     if policy == "boxed":
-        return len(_complete_boxes(text))
+        return len(_box_spans(text)[1])
     return len(_MARKER.findall(text))
 
 
@@ -79,7 +82,7 @@ def _behind_marker(text: str) -> str | None:
     markers = [match.end() for match in _MARKER.finditer(text)]
     if not markers:
         return None
-    rest = text[markers[-1] : markers[-1] + _TAIL_WINDOW].lstrip()
+    rest = text[markers[-1] : markers[-1] + _LINE].lstrip()
     line = rest.partition("\n")[0]
     quantity = parse_quantity(line.strip())
     if quantity is not None:
@@ -107,11 +110,14 @@ _CONTINUES = re.compile(r"\s*(?:[-+*/^=<>]|\\(?:times|cdot|pm|sqrt|pi)|or\b|and\
 
 def last_number(text: str) -> str | None:
     """The last number of `text`, in the same spelling as `extract_gsm8k`; None when there is none."""
-    window = text[-_TAIL_WINDOW:]
-    found = _last_number_of(window, 0 if len(window) == len(text) else _SLACK)
-    if found is None and len(window) < len(text):
-        found = _last_number_of(text, 0)
-    return found
+    digit = _LAST_DIGIT.search(text[::-1])
+    if digit is None:
+        return None
+    text = text[: len(text) - digit.start() + _MARKS]
+    for window, slack in _WINDOWS:
+        if len(text) > window and (found := _last_number_of(text[-window:], slack)) is not None:
+            return found
+    return _last_number_of(text, 0)
 
 
 def _last_number_of(text: str, slack: int) -> str | None:
@@ -142,42 +148,57 @@ def extract_boxed(text: str) -> str | None:
     is. Understood: `\\boxed{}`, `\\boxed {}`, `\\fbox{}`, `\\framebox{}`, a doubled or lost backslash, and `\\boxed 5`.
     Time is linear in the length of `text`.
     """
-    boxes = _complete_boxes(text)
+    spans, boxes = _box_spans(text)
     if not boxes:
         return None
-    content = boxes[-1].strip()
-    while (inner := whole_box(content)) is not None:
-        content = inner
-    return content or None
+    start, end = boxes[-1]
+    while True:
+        start, end = _trimmed(text, start, end)
+        inner = spans.get(start)
+        if inner is None or inner[2] != end:
+            return text[start:end] or None
+        start, end = inner[0], inner[1]
 
 
 def whole_box(text: str) -> str | None:
-    """Content of the box that `text` consists of, trimmed; None when it is anything else."""
-    opening = _BOX_OPENING.match(text)
-    if opening is None or not text.endswith("}"):
-        return None
-    boxes = _complete_boxes(text)
-    return boxes[0].strip() if len(boxes) == 1 and opening.end() + len(boxes[0]) + 1 == len(text) else None
+    """Content of the box that `text` consists of; None when it is anything else."""
+    spans, _ = _box_spans(text)
+    first = spans.get(0)
+    return extract_boxed(text) if first is not None and first[2] == len(text) else None
 
 
-def _complete_boxes(text: str) -> list[str]:
-    """Contents of the outermost complete boxes, in order."""
+def _trimmed(text: str, start: int, end: int) -> tuple[int, int]:
+    while start < end and text[start].isspace():
+        start += 1
+    while start < end and text[end - 1].isspace():
+        end -= 1
+    return start, end
+
+
+def _box_spans(text: str) -> tuple[dict[int, tuple[int, int, int]], list[tuple[int, int]]]:
+    """All complete boxes, found in one pass.
+
+    Returns:
+        by the position where a box opens (start of its content, end of its content, end of the box), and the contents
+        of the outermost boxes in order as (start, end).
+    """
+    spans: dict[int, tuple[int, int, int]] = {}
+    outermost: list[tuple[int, int, int]] = []
     if "box" not in text and "oxed" not in text:
-        return []
-    stack: list[int | None] = []
-    boxes: list[tuple[int, int, int]] = []
+        return spans, []
+    stack: list[re.Match[str] | None] = []
     for match in _BOX_TOKEN.finditer(text):
         if match["open"]:
-            stack.append(match.end())
+            stack.append(match)
         elif match["left"]:
             stack.append(None)
         elif match["right"] and stack:
-            start = stack.pop()
-            if start is not None:
-                while boxes and boxes[-1][0] >= start:
-                    boxes.pop()  # boxes inside this one
-                boxes.append((start, match.start(), match.end()))
-    contents = [(start, text[start:end]) for start, end, _ in boxes]
-    covered = boxes[-1][2] if boxes else 0
-    bare = [(match.start(1), match[1].rstrip(".")) for match in _BARE_BOX.finditer(text, covered)]
-    return [content for _, content in contents + bare]
+            opening = stack.pop()
+            if opening is not None:
+                spans[opening.start()] = (opening.end(), match.start(), match.end())
+                while outermost and outermost[-1][0] >= opening.start():
+                    outermost.pop()  # boxes inside this one
+                outermost.append((opening.start(), opening.end(), match.start()))
+    covered = outermost[-1][2] if outermost else 0
+    bare = [match.span(1) for match in _BARE_BOX.finditer(text, covered)]
+    return spans, [(start, end) for _, start, end in outermost] + bare

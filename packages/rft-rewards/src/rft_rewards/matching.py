@@ -3,11 +3,11 @@
 import re
 from fractions import Fraction
 
-from rft_rewards.quantity import MAX_DIGITS, Quantity, parse_quantity
+from rft_rewards.quantity import Quantity, parse_quantity
 from rft_rewards.spelling import bare_answer, compact, plain_words, spelled_latex
 
 MAX_SYMBOLIC_CHARACTERS = 1000
-"""Longer answers are compared as numbers and text only."""
+"""Longer answers are compared as text only."""
 
 MIN_SIGNIFICANT_DIGITS = 3
 """A decimal with fewer digits never stands for a fraction without finite decimal form."""
@@ -69,14 +69,14 @@ def quick_verdict(answer: str, gold: str) -> bool | None:
     """
     if answer == gold:
         return bool(answer.strip())
+    if len(answer) > MAX_SYMBOLIC_CHARACTERS or len(gold) > MAX_SYMBOLIC_CHARACTERS:
+        return answer.strip() == gold.strip()
     answer, gold = bare_answer(answer), bare_answer(gold)
     if not answer or not gold:
         return False
     ours, theirs = parse_quantity(answer), parse_quantity(gold)
     if ours is not None and theirs is not None:
         return quantities_match(ours, theirs)
-    if len(answer) > MAX_SYMBOLIC_CHARACTERS or len(gold) > MAX_SYMBOLIC_CHARACTERS:
-        return len(answer) <= 10 * MAX_DIGITS and answer.strip() == gold.strip()
     said, wanted = plain_words(answer), plain_words(gold)
     if wanted is not None:
         return said == wanted

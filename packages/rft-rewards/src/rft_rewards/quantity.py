@@ -26,7 +26,7 @@ _LATEX_FRACTION = re.compile(
     r"(\d\s*)?\\[dtc]?frac\s*(?:\{\s*([-+]?\d*\.?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d*\.?\d+)\s*\}|(\d)(?!\d))", re.ASCII
 )
 _GROUPED = re.compile(
-    r"(?<![\d.,])\d{1,3}(?:(?:,\\!\s?|\{,\}|\\,|\u2009|,)\d{3})+(?!\d|,\d|,\\!|\{,\}|\\,\d)", re.ASCII
+    r"(?<![\d.,])\d{1,3}(?:(?:,\\!\s?|\{,\}|\\,|\u2009|,)\d{3}){1,40}(?!\d|,\d|,\\!|\{,\}|\\,\d)", re.ASCII
 )
 _NOT_DIGIT = re.compile(r"\D+", re.ASCII)
 _DECIMAL = r"(?:\d+(?:\.\d+)?|\.\d+)"
@@ -35,13 +35,14 @@ _EXPONENT = (
     r"|\s*(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*(?P<ten>[-+]?\d{1,4})(?!\d)\s*\}?)"
 )
 NUMBER = re.compile(
+    r"(?=[-+$.\d\u00a3\u20ac\u00a5\u20b9ACHNU])"  # most characters start no number: fail at once
     r"(?P<sign>[-+]?)\s?(?P<currency>(?:US|A|C|NZ|HK)?\$|[\u00a3\u20ac\u00a5\u20b9])?\s?(?P<inner>[-+]?)"
     rf"(?:(?P<whole>\d+)\s+(?P<up>\d+)\s?/\s?(?P<down>\d+)(?![\d/.])"
     rf"|(?P<over>{_DECIMAL})\s?/\s?(?P<under>-?{_DECIMAL})(?![\d/])"
     rf"|(?P<decimal>{_DECIMAL}){_EXPONENT}?)"
-    r"(?P<scale>\s+(?:thousand|million|billion|trillion)\b)?"
-    r"(?P<percent>\s?%|\s+per\s?cent\b)?",
-    re.ASCII | re.IGNORECASE,
+    r"(?P<scale>\s+(?i:thousand|million|billion|trillion)\b)?"
+    r"(?P<percent>\s?%|\s+(?i:per\s?cent)\b)?",
+    re.ASCII,
 )
 
 

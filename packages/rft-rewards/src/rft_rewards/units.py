@@ -63,6 +63,7 @@ _NO_UNIT = frozenset(
     hundredths hundred pi sqrt sin cos tan cot sec csc log ln exp frac choose inf infinity infty factorial point
     maybe perhaps approximately about through until between""".split()  # noqa: SIM905
 )
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 _GLUE = frozenset({"of", "per", "in", "a", "an", "the", "each", "every", "for"})
 _WRAPPED = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|operatorname|rm|hbox)\s*\{([^{}]*)\}")
 _EXPONENT = re.compile(r"\s*(?:\^\s*\{?\s*([23])\s*\}?|([\u00b2\u00b3])|(?<=[a-z])([23]))(?=$|[\s./])")
@@ -109,7 +110,7 @@ def _unit_of_words(words: list[str], exponent: str, *, set_off: bool) -> str | N
     name = _canonical(words[0])
     if name is not None:
         return name + exponent if len(words) == 1 else ""
-    if not set_off or len(words[0]) < 3:
+    if not set_off or len(words[0]) < 3 or words[0].lower() in _ALPHABET:  # abc, xyz: a product of variables
         return "" if words[0].lower() in _GLUE and set_off and len(words) > 1 else None
     return ""
 

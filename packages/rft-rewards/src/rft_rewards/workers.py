@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ class Outcome:
 
     state: str
     value: Any = None
+
+
+_ENDED = Outcome(FAILED, "the worker process ended")
 
 
 class WorkerPool:
@@ -124,20 +127,27 @@ class _Worker:
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def run(self, tasks: Sequence[Any]) -> list[Outcome]:
+        """Outcomes of `tasks`. A task is tried again once when the process ends under it: it may have died before."""
         outcomes: list[Outcome] = []
-        limit = self._setup["timeout_seconds"] + GRACE_SECONDS
+        again = -1
         while len(outcomes) < len(tasks):
             # A kill loses what the process had not answered: the task under way is charged, the rest is sent again.
-            rest = list(tasks[len(outcomes) :])
-            if not self._send(rest):
-                outcomes.append(Outcome(FAILED, "the worker process does not stay alive"))
-                continue
-            for _ in rest:
-                outcome = self._receive(limit)
-                outcomes.append(outcome)
-                if self.process is None:
+            for outcome in self._attempt(tasks[len(outcomes) :]):
+                if outcome == _ENDED and again != len(outcomes):
+                    again = len(outcomes)
                     break
+                outcomes.append(outcome)
         return outcomes
+
+    def _attempt(self, tasks: Sequence[Any]) -> Iterator[Outcome]:
+        """Outcomes up to the first that ended the process."""
+        if not self._send(list(tasks)):
+            yield _ENDED
+            return
+        for _ in tasks:
+            yield self._receive(self._setup["timeout_seconds"] + GRACE_SECONDS)
+            if self.process is None:
+                return
 
     def kill(self) -> None:
         process, self.process = self.process, None
@@ -145,8 +155,6 @@ class _Worker:
             self._finalizer()
 
     def _send(self, tasks: list[Any]) -> bool:
-        if self.process is not None and self.process.poll() is not None:
-            self.kill()  # it died idle, which is no task's fault
         process = self.process or self._start()
         assert process.stdin is not None
         try:
@@ -186,7 +194,7 @@ class _Worker:
             return Outcome(TIMED_OUT)
         except EOFError:
             self.kill()
-            return Outcome(FAILED, "the worker process ended")
+            return _ENDED
         return Outcome(state, value)
 
     def _read(self, length: int, deadline: float) -> bytes:

@@ -29,6 +29,7 @@ class TrainerState:
     strategy: str
     kl_coef: float = 0.0
     sampler: dict[str, Any] = field(default_factory=dict)
+    update: dict[str, int] = field(default_factory=dict)
 
 
 class CheckpointStore:

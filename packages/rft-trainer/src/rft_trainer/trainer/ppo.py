@@ -135,6 +135,7 @@ class PPOTrainer:
             world_size=self.data.size,
             strategy=self.strategy_name,
             sampler=dict(self.sampler.state_dict()),
+            update=self.update.state_dict(),
         )
         with self._clock("checkpoint"):
             folder = self.checkpoints.save(state, lambda shards: self.backend.save(self.actor, shards))
@@ -144,4 +145,5 @@ class PPOTrainer:
         """Continue after the step that `state` was saved at."""
         self.finished_steps = state.step
         self.runtime.resume(state.weights_version)
+        self.update.load_state_dict(state.update)
         self.sampler.load_state_dict(cast(SamplerState, state.sampler))

@@ -89,6 +89,14 @@ class PolicyUpdate:
                 self._on_step()
         return collected.metrics(self._config.kl_coef)
 
+    def state_dict(self) -> dict[str, int]:
+        """What the shuffle of the next rollout depends on."""
+        return self._buffer.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore what `state_dict` gave."""
+        self._buffer.load_state_dict(state)
+
     def _mini_batches(self, experiences: Sequence[Experience]) -> list[list[Experience]]:
         """As many on every rank: one with fewer responses joins with empty ones. Collective over the world."""
         self._buffer.clear()

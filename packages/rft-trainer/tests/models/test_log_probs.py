@@ -83,9 +83,13 @@ def test_without_entropy_gives_the_same_log_probs_and_gradient():
     assert_close(results[0], results[1])
 
 
-def test_shape_of_labels_is_kept():
+def test_shape_of_labels_is_kept_without_a_view():
     hidden, weight, _, labels = _problem(36, shape=(4, 9))
-    assert chunked_log_probs(hidden, weight, labels).shape == (4, 9)
+    hidden.requires_grad_()
+    outputs = chunked_log_probs(hidden, weight, labels, with_entropy=True)
+    assert [output.shape for output in outputs] == [(4, 9), (4, 9)]
+    # a sharded module that returns a view loses its backward hook to a later in-place operation
+    assert not any(output._is_view() for output in outputs)
     assert chunked_log_probs(hidden[:, :0], weight, labels[:, :0]).shape == (4, 0)
 
 

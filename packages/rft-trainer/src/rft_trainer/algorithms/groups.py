@@ -139,8 +139,7 @@ def rloo(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def reinforce_baseline(rewards: Tensor, group_size: int) -> Tensor:
-    """r - group mean, [N] fp32: REINFORCE++ with baseline before its whitening (Hu et al., arXiv 2501.03262, section
-    3.2).
+    """r - group mean, [N] fp32: REINFORCE++ with baseline before its whitening (Hu et al., arXiv 2501.03262).
 
     The paper then whitens over the whole batch; that is a step of its own here (`whiten`, once, over all ranks), so the
     numbers of this function equal those of `group_mean`.

@@ -165,10 +165,9 @@ def chunked_log_probs(
         raise ConfigurationError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     truncation = Truncation(temperature=temperature, top_k=top_k, top_p=top_p)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    pair: tuple[Tensor, Tensor] = _HeadLogProbs.apply(  # type: ignore[no-untyped-call]
-        flat, weight, bias, labels.reshape(-1).long(), truncation, chunk_tokens, with_entropy
+    log_probs, entropy = _HeadLogProbs.apply(  # type: ignore[no-untyped-call]
+        flat, weight, bias, labels.long(), truncation, chunk_tokens, with_entropy
     )
-    log_probs, entropy = (part.reshape(labels.shape) for part in pair)
     return (log_probs, entropy) if with_entropy else log_probs
 
 
@@ -255,26 +254,28 @@ class _HeadLogProbs(torch.autograd.Function):
         chunk_tokens: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        tokens = hidden.shape[0]
-        log_probs = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)
+        tokens, flat_labels = hidden.shape[0], labels.reshape(-1)
+        # hazard: outputs in the shape of the labels, not reshaped behind: FSDP2 loses its backward hook on a view
+        log_probs = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros_like(log_probs)
+        flat_log_probs, flat_entropy = log_probs.view(-1), entropy.view(-1)
         thresholds = torch.zeros(tokens if truncation.cuts else 0, 1, device=hidden.device)
         keeps_slope = ctx.needs_input_grad[:3] == (True, False, False) and not with_entropy
         slopes = torch.empty(hidden.shape, device=hidden.device) if keeps_slope else None
         for start in range(0, tokens, chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            index = labels[part, None]
+            index = flat_labels[part, None]
             log_p, threshold = _log_distribution(hidden[part], weight, bias, index, truncation, None)
-            log_probs[part] = log_p.gather(1, index).squeeze(1)
+            flat_log_probs[part] = log_p.gather(1, index).squeeze(1)
             if threshold is not None:
                 thresholds[part] = threshold
             if with_entropy:
-                entropy[part] = _entropy(log_p)
+                flat_entropy[part] = _entropy(log_p)
             if slopes is not None:
                 ones = torch.ones(len(index), 1, device=hidden.device)
                 slope = _product_tiled(_logits_gradient(log_p, index, ones, None, ones), weight)
                 slopes[part] = slope.div_(truncation.temperature)
-        ctx.save_for_backward(hidden, weight, bias, labels, thresholds, entropy, slopes)
+        ctx.save_for_backward(hidden, weight, bias, flat_labels, thresholds, entropy, slopes)
         ctx.truncation, ctx.chunk_tokens, ctx.with_entropy = truncation, chunk_tokens, with_entropy
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -282,14 +283,15 @@ class _HeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad_log_probs, grad_entropy = grad_outputs
+        grad_log_probs, grad_entropy = (grad.reshape(-1, 1) for grad in grad_outputs)
         hidden, weight, bias, labels, thresholds, entropy, slopes = ctx.saved_tensors
         if slopes is not None:
-            return ((slopes * grad_log_probs[:, None]).to(hidden.dtype), *(None,) * 6)
+            return ((slopes * grad_log_probs).to(hidden.dtype), *(None,) * 6)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
         grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if needs_bias else None
+        flat_entropy = entropy.view(-1, 1)
         for start in range(0, hidden.shape[0], ctx.chunk_tokens):
             part = slice(start, start + ctx.chunk_tokens)
             index = labels[part, None]
@@ -297,9 +299,9 @@ class _HeadLogProbs(torch.autograd.Function):
             grad = _logits_gradient(
                 log_p,
                 index,
-                grad_log_probs[part, None],
-                entropy[part, None] if ctx.with_entropy else None,
-                grad_entropy[part, None],
+                grad_log_probs[part],
+                flat_entropy[part] if ctx.with_entropy else None,
+                grad_entropy[part],
             )
             grad.div_(ctx.truncation.temperature)
             if grad_hidden is not None:

@@ -1,4 +1,5 @@
 import os
+import signal
 import time
 
 import pytest
@@ -143,13 +144,13 @@ def sleep_on_one(rank, world_size):
     with collective_tag("rollout"):
         dist.all_reduce(torch.ones(1))
     if rank == 1:
-        time.sleep(6)
+        time.sleep(4)
     else:
         dist.barrier()
 
 
 def test_a_stuck_rank_is_named_with_its_last_tag_when_the_time_is_over():
-    results = run_ranks(guarded, 3, sleep_on_one, 3.0, guard=False)
+    results = run_ranks(guarded, 3, sleep_on_one, 2.0, guard=False)
     assert results[1][0] == "nothing"
     for kind, text, seconds in (results[0], results[2]):
         assert kind == "RankUnresponsiveError"
@@ -178,3 +179,84 @@ def test_a_dead_rank_is_named_with_its_last_tag_by_all_others():
         assert "no sign of life" in text
         assert "tagged 'step 4'" in text
         assert seconds < 20
+
+
+def stop_on_one(rank, world_size):
+    with collective_tag("update"):
+        dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_as_silent():
+    results = run_until_stopped(3, 6.0)
+    for kind, text, _ in (results[0], results[2]):
+        assert kind == "RankUnresponsiveError"
+        assert text.startswith("rank 1 did not come to barrier()")
+        assert "no sign of life" in text
+        assert "tagged 'update'" in text
+
+
+def run_until_stopped(world_size, timeout_seconds):
+    with pytest.raises(TimeoutError, match="rank 1 of 3 did not finish") as caught:
+        run_ranks(guarded, world_size, stop_on_one, timeout_seconds, timeout_seconds=25, guard=False)
+    return caught.value.results
+
+
+def uneven_but_right(rank, world_size):
+    """Calls whose arguments differ between ranks as they may."""
+    objects = [None] * world_size
+    dist.all_gather_object(objects, "x" * (rank * 100))
+    dist.gather_object(rank, objects if rank == 0 else None, dst=0)
+    names = ["a", "b"] if rank == 0 else [None, None]
+    dist.broadcast_object_list(names, src=0)
+    received = torch.empty(2 * world_size)
+    dist.all_to_all_single(received, torch.arange(2.0 * world_size) + rank)
+    total = torch.tensor([rank])
+    work = dist.all_reduce(total, async_op=True)
+    work.wait()
+    one = dist.new_group([rank], use_local_synchronization=True)
+    dist.barrier(group=one)
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        dist.all_reduce(total, group=group)
+    return [len(o) for o in objects if isinstance(o, str)], names, int(total)
+
+
+def test_what_may_differ_between_ranks_is_no_mismatch():
+    results = run_ranks(uneven_but_right, 3)
+    for rank, (lengths, names, total) in enumerate(results):
+        assert lengths == ([] if rank == 0 else [0, 100, 200])
+        assert names == ["a", "b"]
+        assert total == (6 if rank < 2 else 3)
+
+
+def enter_and_leave(rank, world_size):
+    """Guards one after the other, one inside another, and a function kept from inside."""
+    originals = [module.all_reduce for module in (dist, dist.distributed_c10d)]
+    value = torch.ones(1)
+    for _ in range(2):
+        with CollectiveGuard() as outer, CollectiveGuard() as inner:
+            assert outer is not inner
+            assert dist.all_reduce is not originals[0]
+            kept = dist.all_reduce
+            dist.all_reduce(value)
+        assert [dist.all_reduce, dist.distributed_c10d.all_reduce] == originals
+    kept(value)
+    return float(value)
+
+
+def test_outside_the_guard_nothing_of_torch_is_changed():
+    assert run_ranks(enter_and_leave, 2, guard=False) == [8.0, 8.0]
+
+
+def test_a_guard_needs_a_default_group():
+    with pytest.raises(RuntimeError, match=r"enter CollectiveGuard inside distributed_session\(\)"), CollectiveGuard():
+        pass
+
+
+def test_a_guard_refuses_an_impossible_time_out():
+    with pytest.raises(ValueError, match="timeout_seconds=0"):
+        CollectiveGuard(timeout_seconds=0)

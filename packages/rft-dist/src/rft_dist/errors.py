@@ -58,4 +58,12 @@ class RankFailedError(DistError, RuntimeError):
 
 
 class RankTimeoutError(DistError, TimeoutError):
-    """A spawned rank did not finish within its time-out and was killed."""
+    """A spawned rank did not finish within its time-out and was killed.
+
+    Attributes:
+        results: what the ranks that finished returned, by rank.
+    """
+
+    def __init__(self, message: str, results: dict[int, object] | None = None) -> None:
+        super().__init__(message)
+        self.results = results or {}

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from rft_dist.guard.board import Board, Verdict, wait_for
 from rft_dist.guard.calls import CollectiveCall
 from rft_dist.guard.channel import BrokenConnection, Channel
-from rft_dist.guard.records import Obstacle, Pulse, RankRecord, RankState, find_obstacle, mismatch_text
+from rft_dist.guard.records import Obstacle, Pulse, RankRecord, RankState, find_obstacle, members_key, mismatch_text
 
 # How long a comparison may take before the other ranks' records are looked at, and between two looks.
 _PATIENCE_SECONDS = 1.0
@@ -68,6 +68,7 @@ class Checker:
                 ranks=ranks,
                 sequence=call.sequence,
                 call=str(call),
+                met={members_key(members): sequence for members, sequence in self._sequences.items()},
             )
             verdict = self._judged(call)
             if verdict is not None:

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Self
 
@@ -34,6 +34,7 @@ class RankRecord:
         ranks: members of the group of its last call; empty before the first.
         sequence: number of that call among those with the same members.
         call: that call in words.
+        met: number of the last call that it has come to, for each group that it has called with (members as text).
         error: the exception of a rank that has failed.
     """
 
@@ -43,6 +44,7 @@ class RankRecord:
     ranks: tuple[int, ...] = ()
     sequence: int = 0
     call: str = ""
+    met: Mapping[str, int] = field(default_factory=dict)
     error: str = ""
 
     def to_json(self) -> str:
@@ -95,7 +97,8 @@ def find_obstacle(rank: int, records: Mapping[int, RankRecord]) -> Obstacle | No
     """Follows who waits for whom, from a waiting rank on.
 
     A rank waits for every member of its call's group that is not waiting in that same call. A member that has ended,
-    or a circle of ranks, can never be waited out.
+    or a circle of ranks, can never be waited out. A rank that seems to wait in a call which another member has passed
+    counts as running: it died, stopped or went on since it showed that.
 
     Args:
         rank: where to start.
@@ -104,6 +107,7 @@ def find_obstacle(rank: int, records: Mapping[int, RankRecord]) -> Obstacle | No
     Returns:
         The worst obstacle that can be reached (ended, then deadlock, then running), None if all members have come.
     """
+    records = {shown: _up_to_date(record, records) for shown, record in records.items()}
     found: list[Obstacle] = []
     finished: set[int] = set()
 
@@ -124,6 +128,25 @@ def find_obstacle(rank: int, records: Mapping[int, RankRecord]) -> Obstacle | No
     follow(rank, ())
     order = ("ended", "deadlock", "running")
     return min(found, key=lambda obstacle: order.index(obstacle.kind), default=None)
+
+
+def _up_to_date(record: RankRecord, records: Mapping[int, RankRecord]) -> RankRecord:
+    passed = record.state is RankState.WAITING and any(
+        _has_passed(records[member], record) for member in record.ranks if member in records
+    )
+    return replace(record, state=RankState.RUNNING) if passed else record
+
+
+def _has_passed(other: RankRecord, record: RankRecord) -> bool:
+    """Whether the other rank has come out of the call in which the record waits, so that all members had come to it."""
+    met = other.met.get(members_key(record.ranks), 0)
+    inside = other.state is RankState.FAILED or _same_call(record, other)
+    return met > record.sequence or (met == record.sequence and not inside)
+
+
+def members_key(ranks: Iterable[int]) -> str:
+    """The members of a group as text."""
+    return ",".join(map(str, ranks))
 
 
 def _same_call(record: RankRecord, other: RankRecord | None) -> bool:

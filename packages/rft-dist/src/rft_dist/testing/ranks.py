@@ -248,7 +248,10 @@ def _rank_error(rank: _Rank, world_size: int) -> BaseException:
 def _timeout(ranks: list[_Rank], late: list[_Rank], timeout_seconds: float) -> RankTimeoutError:
     named = ", ".join(str(rank.rank) for rank in late)
     what = f"did not finish within {timeout_seconds:g} s" if all(rank.ready for rank in ranks) else "did not start"
-    error = RankTimeoutError(f"rank {named} of {len(ranks)} {what} and was killed: its stack follows")
+    error = RankTimeoutError(
+        f"rank {named} of {len(ranks)} {what} and was killed: its stack follows",
+        {rank.rank: rank.result for rank in ranks if rank.returned},
+    )
     for rank in late:
         pid = rank.process.pid
         if rank.ready and pid is not None:

@@ -50,7 +50,7 @@ def test_star_import_would_fail_on_a_missing_name_and_on_a_warning():
 
 def test_planted_heavy_import_is_seen():
     assert "peft" not in loaded_by("import json")
-    assert loaded_by("import math_verify") & HEAVY == {"math_verify"}
+    assert loaded_by("import httpx") & HEAVY == {"httpx"}
 
 
 def test_planted_unexpected_module_is_seen():

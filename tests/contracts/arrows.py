@@ -32,7 +32,8 @@ ALLOWANCES: Mapping[str, Allowance] = {
     "rft_dist": Allowance(anywhere=frozenset({"torch"})),
     "rft_sync": Allowance(
         anywhere=frozenset({"torch"}),
-        lazily=frozenset({"deepspeed", "peft", "vllm", "sglang", "transformers"}),
+        # safetensors comes with vllm and writes the adapter files that it reads.
+        lazily=frozenset({"deepspeed", "peft", "vllm", "sglang", "transformers", "safetensors"}),
     ),
     "rft_rewards": Allowance(
         anywhere=frozenset({"numpy"}),
@@ -42,7 +43,8 @@ ALLOWANCES: Mapping[str, Allowance] = {
     "rft_engines": Allowance(
         siblings=frozenset({"rft_dist"}),
         anywhere=frozenset({"torch"}),
-        lazily=frozenset({"transformers", "vllm", "sglang"}),
+        # numpy comes with transformers; an engine's changes to its global generator are undone.
+        lazily=frozenset({"transformers", "vllm", "sglang", "numpy"}),
         adapters=frozenset({"transformers", "vllm", "sglang"}),
     ),
     "rft_trainer": Allowance(
@@ -72,7 +74,7 @@ APP_SIBLINGS: Mapping[str, frozenset[str]] = {
     "sync_only": frozenset({"rft_sync"}),
 }
 
-SERVED_BY_ONE_MODULE = frozenset({"deepspeed", "peft", "vllm", "sglang"})
+SERVED_BY_ONE_MODULE = frozenset({"deepspeed", "peft", "vllm", "sglang", "safetensors"})
 
 
 def sites_of(files: Iterable[Path], root: Path) -> list[tuple[str, ImportSite]]:

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 
 from packaging.requirements import Requirement
@@ -51,6 +52,12 @@ def loaded_by(statement: str) -> set[str]:
     return set(json.loads(done.stdout.rpartition("LOADED")[2]))
 
 
+@cache
+def _providers() -> Mapping[str, list[str]]:
+    # Reads the file list of every installed distribution, which takes seconds.
+    return packages_distributions()
+
+
 def requirement_closure(distribution: str) -> set[str]:
     """The canonical names of `distribution` and all it requires without extras in this environment."""
     closure: set[str] = set()
@@ -73,7 +80,7 @@ def unexpected_modules(
     loaded: Iterable[str], *, own: str, baseline: Iterable[str], distributions: set[str]
 ) -> list[str]:
     """Top-level modules that are neither standard library, `own`, in `baseline` nor from `distributions`."""
-    providers = packages_distributions()
+    providers = _providers()
     allowed = {own, *baseline, *sys.stdlib_module_names}
     provided = {name.replace("-", "_") for name in distributions if name.startswith("rft-")}
     return sorted(

@@ -150,7 +150,7 @@ def _same_number(one: str, other: str) -> bool:
 
 
 def _as_fraction(text: str) -> str:
-    text = re.sub(r"^-\((.*)\)$", r"-\1", text).replace("--", "").replace(" + 1", "")
+    text = re.sub(r"^-\((.*)\)$", r"-\1", text).replace("--", "")
     return _SIMPLE_FRACTION.sub(r"\1/\2", text)
 
 

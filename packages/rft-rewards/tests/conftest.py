@@ -30,8 +30,8 @@ def math_golds() -> list[str]:
 
 @pytest.fixture(scope="session")
 def grader():
-    """A grader with math-verify and a short limit, shared by the tests."""
+    """A grader with math-verify, shared by the tests."""
     pytest.importorskip("math_verify")
-    made = Grader(symbolic="require", workers=2, timeout_seconds=5.0)
+    made = Grader(symbolic="require", workers=2, timeout_seconds=20.0)
     yield made
     made.close()

@@ -45,6 +45,15 @@ from rft_rewards.extraction import count_markers
         ("#### +7", "7"),
         ("#### 1e3", "1e3"),
         ("#### 1.5 \\times 10^3", "1.5e3"),
+        ("#### 0.1\\overline{6}", "15/90"),
+        ("#### 42</answer>", "42"),
+        ("#### 42<|im_end|>", "42"),
+        ("#### (42)", "42"),
+        ('#### "42"', "42"),
+        ("#### ~~42~~", "42"),
+        ("#### 42 *apples*", "42"),
+        ("#### \u20ac42", "42"),
+        ("#### 42 \u2713", "42"),
     ],
 )
 def test_answer_behind_the_marker(text, answer):
@@ -66,6 +75,14 @@ def test_answer_behind_the_marker(text, answer):
         "### 42",
         "#### 42\n####",
         "#### 1/0",
+        "#### 10:30",
+        "#### 1.2.3",
+        "#### 12/25/2020",
+        "#### 1,234,56",
+        "#### 2 hours and 30 minutes",
+        "#### 42 (or 43)",
+        "#### about 42",
+        "#### 42 dollars per 2 weeks",
     ],
 )
 def test_strict_finds_nothing(text):
@@ -184,7 +201,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("unit", [*HOSTILE, " ", "\u0664"])
+@pytest.mark.parametrize("unit", [*HOSTILE, " ", "1\u2009", "\u0664"])
 def test_a_megabyte_of_anything_is_read(unit):
     text = unit * (1_000_000 // len(unit))
     for policy in ("strict", "flexible", "boxed"):

@@ -29,6 +29,8 @@ from rft_rewards.matching import quick_verdict
         ("the answer is 42", "42"),
         ("\u221212", "-12"),
         ("10 000", "10000"),
+        ("0.1\\overline{6}", "1/6"),
+        ("\u00bc", "0.25"),
         ("1" * 3000, "1" * 3000),
     ],
 )

@@ -28,9 +28,8 @@ from rft_rewards import (
     RewardComputationEngine,
     RewardRecipe,
     RewardSample,
-    RewardServer,
 )
-from rft_rewards.serve import RewardHandler
+from rft_rewards.server import RewardHandler, RewardServer
 from rft_rewards.wire import picture_address
 
 QUICK = RetryPolicy(

@@ -28,7 +28,6 @@ from rft_rewards.remote import ChatJudge, RemoteRewardModel
 from rft_rewards.residency import DeviceTurn, ModelResidency
 from rft_rewards.sample import RewardSample
 from rft_rewards.score import RewardResult, Score
-from rft_rewards.serve import RewardServer
 from rft_rewards.shaping import length_penalty, overlong_penalty, repetition_penalty
 from rft_rewards.workers import WorkerPool
 
@@ -60,7 +59,6 @@ __all__ = [
     "RewardRecipe",
     "RewardResult",
     "RewardSample",
-    "RewardServer",
     "Score",
     "UnknownLabelError",
     "Verdict",

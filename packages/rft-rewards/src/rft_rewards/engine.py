@@ -130,6 +130,9 @@ class RewardComputationEngine:
             for score in call.scores:
                 for event, number in score.counts.items():
                     self._counters[f"{call.name}/{event}"] += number
+        for recipe in self._recipes.values():
+            for name in recipe.missing:
+                self._counters[f"{name}/missing"] += 0  # the key is there before the first event
         for result in results:
             for name in result.missing:
                 self._counters[f"{name}/missing"] += 1

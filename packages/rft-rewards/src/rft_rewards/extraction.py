@@ -15,7 +15,7 @@ ExtractionPolicy: TypeAlias = Literal["strict", "flexible", "boxed"]
 """
 
 _MARKER = re.compile(r"(?<!#)####(?!#)")
-_LEAD = re.compile(r"[\s*_=:`]*(?:\\\(|\\\[|\$(?=[^\d.]))?\s*")
+_LEAD = re.compile(r"[\s*_=:`~(\[\"']*(?:\\\(|\\\[|\$(?=[^\d.]))?\s*")
 _LINE = 4000
 # Tails of a text to look at before the whole of it. A number that starts within the slack may be cut, and the next
 # larger tail decides.
@@ -92,7 +92,7 @@ def _behind_marker(text: str) -> str | None:
 
 def _opening_number(line: str) -> str | None:
     """The number that opens `line` when words, but no other number, follow it."""
-    line = unwrapped(spelled_plainly(line))
+    line = unwrapped(spelled_plainly(_TAG.sub("", line)))
     lead = _LEAD.match(line)
     line = line[lead.end() :] if lead else line
     match = NUMBER.match(line)
@@ -105,7 +105,8 @@ def _opening_number(line: str) -> str | None:
     return None if quantity is None else quantity.literal
 
 
-_CONTINUES = re.compile(r"\s*(?:[-+*/^=<>]|\\(?:times|cdot|pm|sqrt|pi)|or\b|and\b|to\b|\.\d)")
+_TAG = re.compile(r"</?[A-Za-z]\w*>|<\|\w+\|>")
+_CONTINUES = re.compile(r"\s*(?:[-+/^=<>]|\*\s|\\(?:times|cdot|pm|sqrt|pi)|or\b|and\b|to\b|\.\d)")
 
 
 def last_number(text: str) -> str | None:

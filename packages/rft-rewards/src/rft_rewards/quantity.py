@@ -5,6 +5,7 @@ The rules, each tested by name:
 * Thousands are grouped by a comma, `{,}`, `\\,`, `,\\!` or a thin space, three digits to a group. A comma is never a
   decimal sign; `1,5` is a list.
 * A currency sign and `%` are marks on a number. A percentage stands for its number of percent and for its value.
+* A bar over the last decimals repeats them: `0.1\\overline{6}` is 1/6.
 * A unit is words behind the number, set off by a space or one of a fixed list (`12cm`); words that do arithmetic
   (`and`, `or`, `half`, `squared`, ...) are no unit. Units are not converted.
 * `thousand`, `million`, `billion`, `trillion` scale the number; `dozen` is a unit.
@@ -25,6 +26,7 @@ _PLAIN = re.compile(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)", re.ASCII)
 _LATEX_FRACTION = re.compile(
     r"(\d\s*)?\\[dtc]?frac\s*(?:\{\s*([-+]?\d*\.?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d*\.?\d+)\s*\}|(\d)(?!\d))", re.ASCII
 )
+_REPEATING = re.compile(r"(?<![\d.,])(\d{1,20})\.(\d{0,20})\\overline\s*\{(\d{1,20})\}", re.ASCII)
 _GROUPED = re.compile(
     r"(?<![\d.,])\d{1,3}(?:(?:,\\!\s?|\{,\}|\\,|\u2009|,)\d{3}){1,40}(?!\d|,\d|,\\!|\{,\}|\\,\d)", re.ASCII
 )
@@ -69,10 +71,17 @@ def spelled_plainly(text: str) -> str:
     """`text` with plain characters, numeric LaTeX fractions as `a/b`, and thousands ungrouped."""
     text = plain_characters(text)
     if "\\" in text:
+        text = _REPEATING.sub(_repeating_fraction, text)
         text = _LATEX_FRACTION.sub(_slashed, text.replace("\\$", "$").replace("\\%", "%"))
     if "," in text or "\u2009" in text or "\\," in text:
         text = _GROUPED.sub(lambda match: _NOT_DIGIT.sub("", match[0]), text)
     return text
+
+
+def _repeating_fraction(match: re.Match[str]) -> str:
+    whole, fixed, period = match.groups()
+    over = int(whole + fixed + period) - int(whole + fixed)
+    return f"{over}/{10 ** len(fixed) * (10 ** len(period) - 1)}"
 
 
 def _slashed(match: re.Match[str]) -> str:

@@ -8,7 +8,7 @@ import re
 from rft_rewards.extraction import whole_box
 from rft_rewards.plain_text import plain_characters
 from rft_rewards.quantity import spelled_plainly, unwrapped
-from rft_rewards.units import unit_name
+from rft_rewards.units import SCALES, unit_name
 
 _SYMBOLS = {
     "\u03c0": r"\pi ",
@@ -58,6 +58,8 @@ _UNIT_TAIL = re.compile(
     r"(?<=[\d}\)a-z])\s*(\\(?:text|mbox|mathrm|textrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?\s*[23]\s*\}?)?)\s*$"
 )
 
+_SCALE = re.compile(r"(\d)\s*(thousand|million|billion|trillion)(?![A-Za-z])", re.IGNORECASE)
+
 WORDS = re.compile(r"[A-Za-z][A-Za-z'-]*(?:\s+[A-Za-z][A-Za-z'-]*)*")
 
 
@@ -77,11 +79,12 @@ def spelled_latex(text: str) -> str:
     text = _LAYOUT.sub(" ", text).replace("$", "")
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
     text = _fractions(text)
-    text = _without_unit(text)
+    text = _SCALE.sub(lambda match: f"{match[1]} \\cdot {SCALES[match[2].lower()]}", _without_unit(text))
     text = _TEXT.sub(_text_content, text)
     text = _CALLED_ROOT.sub(r"\\sqrt{\1}", _SHORT_ROOT.sub(r"\\sqrt{\1}", text))
     text = _degrees(text)
     text = text.replace("**", "^").replace("\\leq", "\\le").replace("\\geq", "\\ge").replace("\\neq", "\\ne")
+    text = text.replace("\\varnothing", "\\emptyset").replace("\\langle", "(").replace("\\rangle", ")")
     text = re.sub(r"\\(le|ge|ne)(?=[^a-z]|$)", r"\\\1 ", text)
     text = _NAMES.sub(r"\\\1 ", text)
     text = _IMAGINARY.sub(" i ", text)

@@ -12,6 +12,7 @@ from gsm8k_app.inputs import Inputs, prepare_inputs
 from gsm8k_app.recipes import RECIPES
 from gsm8k_app.rewards import gsm8k_rewards
 from gsm8k_app.summary import write_summary
+
 from rft_dist import TorchrunEnvironment
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig

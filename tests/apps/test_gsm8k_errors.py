@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from rft_trainer.testing import tiny_model_folder
 
 MAIN = Path(__file__).parents[2] / "apps" / "gsm8k" / "__main__.py"

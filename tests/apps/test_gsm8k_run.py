@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rft_trainer.testing import tiny_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rft_trainer.testing import tiny_model_folder
 
 ROOT = Path(__file__).parents[2]
 SIZES = ("--generate_max_len", "8", "--rollout_batch_size", "4", "--n_samples_per_prompt", "4", "--max_steps", "2")
@@ -80,12 +81,16 @@ def assert_exported(exported, original):
     assert network.lm_head.weight is network.model.embed_tokens.weight
     shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
     assert shapes == {name: tensor.shape for name, tensor in before.state_dict().items()}
-    assert AutoTokenizer.from_pretrained(exported).chat_template == AutoTokenizer.from_pretrained(original).chat_template
+    assert (
+        AutoTokenizer.from_pretrained(exported).chat_template == AutoTokenizer.from_pretrained(original).chat_template
+    )
     assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
 
 
 def test_a_mistake_under_torchrun_ends_the_job_and_leaves_nothing(model, tmp_path):
-    code, _, err = torchrun("--fsdp", "--pretrain", str(model), "--dataset", "none.jsonl", "--output_dir", str(tmp_path))
+    code, _, err = torchrun(
+        "--fsdp", "--pretrain", str(model), "--dataset", "none.jsonl", "--output_dir", str(tmp_path)
+    )
     assert code != 0
     # Every rank finds it; torchrun may end the slower ones before they have said so.
     assert re.search(r"\[rank [01]\] error: none.jsonl is not a file", err), err

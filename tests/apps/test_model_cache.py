@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from gsm8k_app import model_cache
+
 from rft_trainer.errors import ConfigurationError
 
 APP = Path(__file__).parents[2] / "apps" / "gsm8k"

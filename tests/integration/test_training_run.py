@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from rft_dist.testing import run_ranks
 from rft_engines import EngineConfig
 from rft_rewards import RewardComputationEngine, RewardRecipe, RewardSample

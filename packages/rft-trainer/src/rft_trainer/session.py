@@ -103,6 +103,7 @@ def _maker_and_update(
         rewards=ingredients.rewards,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         estimator=config.advantage_estimator,
+        data=strategy.data,
         planner=planner,
         collator=collator,
         # One update per rollout: its own forward, detached, is the old policy.

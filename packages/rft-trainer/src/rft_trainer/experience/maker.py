@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from rft_engines import Generation, GenerationRequest, SamplingParams, request_seed
 from rft_rewards import RewardComputationEngine, RewardSample
-from rft_trainer.algorithms import AdvantageEstimator, AdvantageInputs
+from rft_trainer.algorithms import AdvantageEstimator, AdvantageInputs, Moments, whiten
 from rft_trainer.data import EncodedPrompt
 from rft_trainer.experience.experience import Collator, Experience
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
-from rft_trainer.strategy.protocols import RolloutRuntime
+from rft_trainer.strategy.protocols import DataParallel, RolloutRuntime
 
 
 class PhaseTimer(Protocol):
@@ -29,6 +29,7 @@ class FastExperienceMaker:
         rewards: scores responses.
         decode: token ids to text without special tokens, what rewards see.
         estimator: entry of `AdvantageEstimator`.
+        data: collectives over the data ranks.
         planner: micro-batches agreed over ranks.
         collator: batches of experiences for the models.
         score_with_actor: compute the actor's log-probabilities now; off when the only update of a rollout uses its own
@@ -43,6 +44,7 @@ class FastExperienceMaker:
         rewards: RewardComputationEngine,
         decode: Callable[[Sequence[int]], str],
         estimator: str,
+        data: DataParallel,
         planner: MicroBatchPlanner,
         collator: Collator,
         score_with_actor: bool,
@@ -52,6 +54,7 @@ class FastExperienceMaker:
         self._rewards = rewards
         self._decode = decode
         self._estimator = AdvantageEstimator.get(estimator)
+        self._data = data
         self._planner = planner
         self._collate = collator
         self._score_with_actor = score_with_actor
@@ -129,13 +132,20 @@ class FastExperienceMaker:
             experience.scores = dict(result.scores)
 
     def _advantages(self, experiences: Sequence[Experience], group_size: int) -> None:
-        if not experiences:
-            return
-        mask = torch.nn.utils.rnn.pad_sequence([e.response_mask for e in experiences], batch_first=True)
-        rewards = torch.tensor([e.reward for e in experiences])
-        outputs = self._estimator(AdvantageInputs(rewards=rewards, mask=mask, group_size=group_size))
+        """Fill `advantages`; whitened once over all ranks where the estimator's paper does. Collective over the world."""
+        mask = torch.zeros(0, 0, dtype=torch.bool)
+        advantages = torch.zeros(0, 0)
+        if experiences:
+            mask = torch.nn.utils.rnn.pad_sequence([e.response_mask for e in experiences], batch_first=True)
+            rewards = torch.tensor([e.reward for e in experiences])
+            inputs = AdvantageInputs(rewards=rewards, mask=mask, group_size=group_size)
+            advantages = self._estimator(inputs).advantages
+        if self._estimator.whitens:
+            # A rank without responses joins with zeros.
+            moments = Moments(self._data.sum(Moments.of(advantages, mask).sums))
+            advantages = whiten(advantages, mask, moments=moments)
         for row, experience in enumerate(experiences):
-            experience.advantages = outputs.advantages[row, : len(experience.response_ids)]
+            experience.advantages = advantages[row, : len(experience.response_ids)]
 
     @torch.no_grad()
     def _score(self, model: nn.Module, experiences: Sequence[Experience], name: str) -> None:

@@ -57,6 +57,7 @@ ALLOWANCES: Mapping[str, Allowance] = {
                 "deepspeed",
                 "numpy",
                 "peft",
+                "tokenizers",
                 "pyarrow",
                 "safetensors",
                 "tensorboard",

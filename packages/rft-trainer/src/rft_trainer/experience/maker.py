@@ -132,7 +132,7 @@ class FastExperienceMaker:
             experience.scores = dict(result.scores)
 
     def _advantages(self, experiences: Sequence[Experience], group_size: int) -> None:
-        """Fill `advantages`; whitened once over all ranks where the estimator's paper does. Collective over the world."""
+        """Fill `advantages`; whitened over all ranks where the paper says so. Collective over the world."""
         mask = torch.zeros(0, 0, dtype=torch.bool)
         advantages = torch.zeros(0, 0)
         if experiences:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gsm8k_app.model_cache import smollm2_folder
-from gsm8k_app.problems import generate, worked_turns
+from gsm8k_app.problems import SYSTEM_PROMPT, generate, worked_turns
 from gsm8k_app.recipes import GENERATED, SMOLLM2
 from gsm8k_app.rewards import LABEL
 from rft_engines import EngineConfig
@@ -58,6 +58,8 @@ def _records(config: RFTConfig, dataset: str, split: Split) -> list[PromptRecord
         "parse_reference": gold_answer,
     }
     if dataset == GENERATED:
+        if config.system_prompt is None:
+            options["system_prompt"] = SYSTEM_PROMPT
         fields = RecordFields(**options, example_turns=tuple(worked_turns()))
         rows = generate(split, COUNTS[split], GENERATOR_SEED)
         records = [fields.record(row, f"generated {split}:{number}") for number, row in enumerate(rows, start=1)]

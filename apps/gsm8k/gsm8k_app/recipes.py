@@ -23,9 +23,10 @@ def quickstart() -> RFTConfig:
         rollout_batch_size=8,
         n_samples_per_prompt=8,
         micro_train_batch_size=16,
-        actor_learning_rate=3e-5,
+        actor_learning_rate=1e-4,
         freeze=("model.embed_tokens", *(f"model.layers.{layer}." for layer in range(18))),
-        max_steps=5,
+        share_prompts=True,
+        max_steps=8,
         output_dir=Path("runs/gsm8k-quickstart"),
     )
 

@@ -118,3 +118,13 @@ def test_ranks_see_the_callers_environment_of_this_moment(monkeypatch):
 def test_an_impossible_number_of_ranks_is_refused(world_size):
     with pytest.raises(ValueError, match="world_size="):
         run_ranks(total, world_size, 1)
+
+
+def destroy_at_once(rank, world_size):
+    dist.destroy_process_group()
+    return rank
+
+
+def test_no_rank_starts_before_all_have_connected():
+    for _ in range(10):
+        assert run_ranks(destroy_at_once, 4, guard=False) == [0, 1, 2, 3]

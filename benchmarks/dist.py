@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -17,21 +18,29 @@ import torch.distributed as dist
 from rft_dist import CollectiveGuard, Mean, all_reduce_metrics, gather_inputs
 from rft_dist.testing import run_ranks
 
+Context = AbstractContextManager[object]
+
 KEYS = 40
 PROMPTS = 16
 FIELDS = ("prompt_token_ids", "text", "label", "reference", "image")
 
 
-def median_seconds(pair: tuple[Callable[[], object], Callable[[], object]], rounds: int) -> tuple[float, float]:
+def median_seconds(
+    pair: tuple[Callable[[], object], Callable[[], object]],
+    rounds: int,
+    contexts: tuple[Callable[[], Context], Callable[[], Context]] = (nullcontext, nullcontext),
+) -> tuple[float, float]:
     """Median duration of each side; both are called in turns, after a warm-up. Collective over the default group."""
     times: tuple[list[float], list[float]] = ([], [])
     for round_ in range(rounds + 3):
         for side, call in enumerate(pair):
-            dist.barrier()
-            started = time.perf_counter()
-            call()
+            with contexts[side]():
+                dist.barrier()  # under a guard it also makes the guard's connections
+                started = time.perf_counter()
+                call()
+                seconds = time.perf_counter() - started
             if round_ >= 3:
-                times[side].append(time.perf_counter() - started)
+                times[side].append(seconds)
     return statistics.median(times[0]), statistics.median(times[1])
 
 
@@ -92,7 +101,9 @@ def measure(rank: int, world_size: int, rounds: int) -> dict[str, tuple[float, f
             pair, rounds
         )
     results["20 small reductions: after a guard was left / before any"] = after_and_before(rounds)
-    results["20 small reductions: under the guard / without"] = under_and_without(rounds)
+    results["20 small reductions: under the guard / without"] = median_seconds(
+        (reduce_small, reduce_small), rounds, (CollectiveGuard, nullcontext)
+    )
     return results
 
 
@@ -102,14 +113,6 @@ def after_and_before(rounds: int) -> tuple[float, float]:
     with CollectiveGuard():
         reduce_small()
     return median_seconds((reduce_small, reduce_small), rounds)[0], before
-
-
-def under_and_without(rounds: int) -> tuple[float, float]:
-    """Calls under a guard that stays entered, and the same calls without one. Collective over the default group."""
-    without = median_seconds((reduce_small, reduce_small), rounds)[0]
-    with CollectiveGuard():
-        under = median_seconds((reduce_small, reduce_small), rounds)[0]
-    return under, without
 
 
 def main() -> None:

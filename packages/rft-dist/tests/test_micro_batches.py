@@ -9,7 +9,7 @@ from rft_dist import Mean, all_reduce_metrics, balanced_micro_batches
 from rft_dist.micro_batches import _first_fit, _spread
 from rft_dist.testing import preload, run_ranks
 
-preload("torch.distributed.fsdp", "torch._dynamo")
+preload("hypothesis", "torch.distributed.fsdp", "torch._dynamo")
 
 
 def cut(rank, world_size, lengths, max_tokens):

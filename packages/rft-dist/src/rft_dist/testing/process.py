@@ -71,6 +71,8 @@ def run_rank(task: RankTask, rank: int, pipe: Connection) -> None:
         )
         function, args, kwargs = pickle.loads(task.payload)
         pipe.send((READY, b""))
+        # The function may destroy the group at once: no rank starts it before all of them have connected.
+        pipe.recv()
         with CollectiveGuard(timeout_seconds=task.timeout_seconds) if task.guard else nullcontext():
             report = (RETURNED, pickle.dumps(function(rank, task.world_size, *args, **kwargs)))
     except BaseException as error:  # noqa: BLE001 - SystemExit too: everything is reported to the parent

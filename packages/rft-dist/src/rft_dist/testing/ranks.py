@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -185,6 +185,9 @@ def _listen(ranks: list[_Rank], done: Callable[[_Rank], bool], seconds: float) -
 def _outcome(ranks: list[_Rank], timeout_seconds: float) -> list[Any]:
     late = _listen(ranks, lambda rank: rank.ready or rank.reported, _START_SECONDS)
     if not late and not any(rank.failed for rank in ranks):
+        for rank in ranks:
+            with suppress(BrokenPipeError):  # a rank that died meanwhile is found out by listening
+                rank.pipe.send(None)
         late = _listen(ranks, lambda rank: rank.reported, timeout_seconds)
     if late:
         raise _timeout(ranks, late, timeout_seconds)

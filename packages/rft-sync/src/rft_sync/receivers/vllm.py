@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ class VLLMReceiver:
             if self._plan is not None:
                 self._plan.replay(bucket, model)
                 return
-            with self._recorder.watch(bucket) if self._recorder is not None else nullcontext(list(bucket)) as pairs:
+            with self._recorder.watch(bucket) if self._recorder is not None else nullcontext(bucket) as pairs:
                 self._run_loader(model, pairs)
 
     def _begin(self, model: nn.Module) -> None:
@@ -176,17 +176,24 @@ class VLLMReceiver:
         elif self._plan is None or not self._plan.fits(model):
             self._plan, self._recorder = None, CopyRecorder(model) if not self.plan_refusal else None
 
-    def _run_loader(self, model: nn.Module, pairs: Sequence[tuple[str, Tensor]]) -> None:
+    def _run_loader(self, model: nn.Module, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        names: list[str] = []
+
+        def offered() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in pairs:
+                names.append(name)
+                # A layerwise reload keeps what it is given until a layer is complete, padded ones until the end:
+                # it gets copies of its own, since the bucket's memory is overwritten by then.
+                yield name, tensor.clone() if self._layerwise else tensor
+
         with _without_lora_wrappers(model):
             try:
-                written = model.load_weights(iter(pairs))  # type: ignore[operator]
+                written = model.load_weights(offered())  # type: ignore[operator]
             except WeightSyncError:
                 raise
             except (ValueError, KeyError, AttributeError) as error:
-                names = [name for name, _ in pairs]
-                raise UnknownTensor(
-                    f"vLLM could not place one of {names}: {type(error).__name__}: {error}", names
-                ) from error
+                reason = f"{type(error).__name__}: {error}"
+                raise UnknownTensor(f"vLLM could not place {names[-1:]}: {reason}", names[-1:]) from error
         if written is None:
             self._written = None
         elif self._written is not None:

@@ -59,7 +59,7 @@ def train(steps: int, every: int, seed: int) -> float:
         from torch.distributed.fsdp import fully_shard
 
         model = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     sync = BroadcastManager.connect(model, engine)  # the one line that connects
     pairs = all_pairs()
     targets = pairs.sum(dim=1) % DIGITS
@@ -103,8 +103,8 @@ def train_into_vllm(folder: str, steps: int) -> None:
 def main() -> None:
     """Parse flags and run."""
     parser = argparse.ArgumentParser(prog="sync_only", description="Train, and broadcast weights into an engine.")
-    parser.add_argument("--steps", type=int, default=120, help="optimiser steps")
-    parser.add_argument("--every", type=int, default=40, help="broadcast every so many steps")
+    parser.add_argument("--steps", type=int, default=40, help="optimiser steps")
+    parser.add_argument("--every", type=int, default=10, help="broadcast every so many steps")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model")
     parser.add_argument("--vllm", metavar="DIR", help="train this checkpoint folder, with vLLM as the engine")
     arguments = parser.parse_args()

@@ -64,11 +64,9 @@ class SGLangReceiver:
             UnsupportedCombination: An adapter for an engine that cannot load one from memory.
         """
         self.session.require_full(manifest)
-        if manifest.kind == "adapter" and self._engine is not None:
-            if not hasattr(self._engine, "load_lora_adapter_from_tensors"):
-                raise UnsupportedCombination(
-                    "adapter-only sync and a SGLang engine without load_lora_adapter_from_tensors"
-                )
+        takes_adapters = self._engine is None or hasattr(self._engine, "load_lora_adapter_from_tensors")
+        if manifest.kind == "adapter" and not takes_adapters:
+            raise UnsupportedCombination("adapter-only sync and a SGLang without load_lora_adapter_from_tensors")
         if self.flush and self._engine is not None and not _accepted(self._engine.flush_cache())[0]:
             raise EngineNotReady("SGLang does not flush its cache: requests are running; finish or abort them first")
         self.session.open(manifest)

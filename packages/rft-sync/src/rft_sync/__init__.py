@@ -18,7 +18,15 @@ from rft_sync.manager import BroadcastConfig, BroadcastManager
 from rft_sync.manifest import Manifest, build_manifest
 from rft_sync.naming import PrefixMap
 from rft_sync.parameters import Bucket, FlatTensor, ParamMeta, plan_buckets
-from rft_sync.receivers import ModuleReceiver, RecordingReceiver, WeightReceiver, receiver_for
+from rft_sync.receivers import (
+    ModuleReceiver,
+    RecordingReceiver,
+    SGLangReceiver,
+    VLLMReceiver,
+    WeightReceiver,
+    receiver_for,
+)
+from rft_sync.receivers.copy_plan import CopyPlan
 from rft_sync.report import SyncReport
 from rft_sync.sources import (
     AdapterSource,
@@ -37,6 +45,7 @@ __all__ = [
     "BroadcastConfig",
     "BroadcastManager",
     "Bucket",
+    "CopyPlan",
     "EngineNotReady",
     "EngineRefused",
     "FSDPSource",
@@ -52,10 +61,12 @@ __all__ = [
     "ParameterSource",
     "PrefixMap",
     "RecordingReceiver",
+    "SGLangReceiver",
     "ShapeMismatch",
     "SyncReport",
     "UnknownTensor",
     "UnsupportedCombination",
+    "VLLMReceiver",
     "Verification",
     "VerificationFailed",
     "WeightReceiver",

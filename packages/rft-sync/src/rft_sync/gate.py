@@ -27,7 +27,7 @@ class EngineGate:
     def _state(self) -> str:
         return str(getattr(self._engine, "state", ""))
 
-    def prepare(self) -> None:
+    def prepare(self, kind: str) -> None:
         """Wake the engine or refuse, and open its update session unless the caller has done so.
 
         Raises:
@@ -35,6 +35,8 @@ class EngineGate:
         """
         if self._state == "closed":
             raise EngineNotReady("the engine is closed; create a new one and connect again")
+        if self._state == "weights_undefined" and kind != "full":
+            raise EngineNotReady("the engine's base weights are undefined; send the full weights before an adapter")
         if self._state == "asleep":
             self._require_wake()
             self._engine.wake_up(["weights"])

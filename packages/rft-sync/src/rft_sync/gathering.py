@@ -1,7 +1,8 @@
 """The coalesced all-gather of the shards of a bucket, through two buffers that are reused."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ class GatherRequest:
     dtype: torch.dtype
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Slot:
     """Place of one partitioned tensor: in the result buffer, and in each rank's segment of the wire buffer."""
 
@@ -29,25 +30,14 @@ class _Slot:
     partition: Partition
     offset: int
     """In the result buffer, bytes."""
+    nbytes: int
+    """Of the whole tensor, without padding."""
+    rank_bytes: int
+    """Of one rank's shard, padded to the largest."""
+    segment_bytes: int
+    """`rank_bytes`, aligned."""
     direct: bool
     """Gathered straight into the result buffer."""
-
-    @property
-    def rank_bytes(self) -> int:
-        return self.partition.numel_per_rank * self.request.dtype.itemsize
-
-    @property
-    def segment_bytes(self) -> int:
-        return _aligned(self.rank_bytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the whole tensor, without padding."""
-        return torch.Size(self.partition.shape).numel() * self.request.dtype.itemsize
-
-    @property
-    def result_bytes(self) -> int:
-        return _aligned(self.rank_bytes * self.partition.group.size() if self.direct else self.nbytes)
 
 
 def _all_gather(output: Tensor, send: Tensor, group: dist.ProcessGroup) -> None:
@@ -108,17 +98,7 @@ class BucketGatherer:
         self._error = None
         slots, sizes = self._slots(requests)
         results = {device: self._buffer("result", device, nbytes) for device, nbytes in sizes.items()}
-        pending: list[_Slot] = []
-        for slot in slots:
-            if slot.direct:
-                self._gather_direct(slot, results[slot.partition.device])
-                continue
-            if pending and not self._fits(pending, slot):
-                self._gather_packed(pending, results[pending[0].partition.device])
-                pending = []
-            pending.append(slot)
-        if pending:
-            self._gather_packed(pending, results[pending[0].partition.device])
+        self._gather_slots(slots, results)
         whole = self._whole(requests)
         held = sum(buffer.numel() for buffer in self._buffers.values())
         self.peak_bytes = max(self.peak_bytes, held + whole[1])
@@ -139,10 +119,11 @@ class BucketGatherer:
             if not isinstance(partition, Partition):
                 continue
             offset = sizes.get(partition.device, 0)
-            slot = _Slot(request, partition, offset, direct=False)
-            slot.direct = slot.nbytes >= self.direct_bytes
-            slots.append(slot)
-            sizes[partition.device] = offset + slot.result_bytes
+            itemsize = request.dtype.itemsize
+            nbytes, rank_bytes = math.prod(partition.shape) * itemsize, partition.numel_per_rank * itemsize
+            direct = nbytes >= self.direct_bytes
+            slots.append(_Slot(request, partition, offset, nbytes, rank_bytes, _aligned(rank_bytes), direct))
+            sizes[partition.device] = offset + _aligned(rank_bytes * partition.group.size() if direct else nbytes)
         return slots, sizes
 
     def _count_cast(self, request: GatherRequest) -> None:
@@ -150,13 +131,29 @@ class BucketGatherer:
             key = (request.placement.dtype, request.dtype)
             self.casts[key] = self.casts.get(key, 0) + 1
 
-    def _fits(self, pending: Sequence[_Slot], slot: _Slot) -> bool:
-        """Same group and device, and the wire buffer (padding of uneven shards included) stays within its limit."""
-        first = pending[0].partition
-        if slot.partition.group is not first.group or slot.partition.device != first.device:
-            return False
-        segment = sum(item.segment_bytes for item in pending) + slot.segment_bytes
-        return segment * first.group.size() <= self.wire_bytes
+    def _gather_slots(self, slots: Sequence[_Slot], results: Mapping[torch.device, Tensor]) -> None:
+        """Large tensors one by one, runs of small ones together while the wire buffer (padding included) has room.
+
+        Collective over the groups of `slots`; the runs follow from global shapes, alike on every rank.
+        """
+        pending: list[_Slot] = []
+        segment = 0
+        for slot in slots:
+            if slot.direct:
+                self._gather_direct(slot, results[slot.partition.device])
+                continue
+            group, device = slot.partition.group, slot.partition.device
+            if pending and (
+                group is not pending[0].partition.group
+                or device != pending[0].partition.device
+                or (segment + slot.segment_bytes) * group.size() > self.wire_bytes
+            ):
+                self._gather_packed(pending, segment, results[pending[0].partition.device])
+                pending, segment = [], 0
+            pending.append(slot)
+            segment += slot.segment_bytes
+        if segment:
+            self._gather_packed(pending, segment, results[pending[0].partition.device])
 
     def _place_shard(self, slot: _Slot, target: Tensor) -> None:
         """Cast this rank's shard into `target` (uint8)."""
@@ -192,12 +189,9 @@ class BucketGatherer:
             self._place_shard(slot, send)
         _all_gather(output, send, group)
 
-    def _gather_packed(self, slots: Sequence[_Slot], result: Tensor) -> None:
-        """Collective over the group of `slots`."""
+    def _gather_packed(self, slots: Sequence[_Slot], segment: int, result: Tensor) -> None:
+        """One gather for `slots`, of `segment` bytes a rank. Collective over their group."""
         group = slots[0].partition.group
-        segment = sum(slot.segment_bytes for slot in slots)
-        if segment == 0:
-            return
         wire = self._buffer("wire", slots[0].partition.device, segment * group.size())[: segment * group.size()]
         own = wire[group.rank() * segment : (group.rank() + 1) * segment]
         offset = 0

@@ -11,6 +11,7 @@ from torch import nn
 from rft_sync.gate import EngineGate
 from rft_sync.receivers.protocol import TypedReceiver, WeightReceiver
 from rft_sync.receivers.selection import receiver_for
+from rft_sync.receivers.sglang import SGLangReceiver
 from rft_sync.report import SyncReport
 from rft_sync.sources.protocol import ParameterSource
 from rft_sync.sources.selection import source_for
@@ -106,6 +107,8 @@ class BroadcastManager:
         """
         native = engine.native if hasattr(type(engine), "native") or hasattr(engine, "native") else engine
         receiver = receiver_for(native)
+        if isinstance(receiver, SGLangReceiver) and hasattr(engine, "finish_weight_update"):
+            receiver.flush = False  # the engine object knows whether its KV cache is resident, and resets it
         dtype = receiver.dtype_policy() if isinstance(receiver, TypedReceiver) else None
         source = source_for(model, dtype=dtype, keep_fp32=tuple(keep_fp32))
         return cls(source, receiver, config, group=group, engine=None if native is engine else engine)

@@ -48,7 +48,7 @@ Placement = Partition | Whole | Redistributed
 
 def _gather_device(group: dist.ProcessGroup, local: torch.device) -> torch.device:
     """CPU-offloaded shards of an NCCL group are gathered on the card."""
-    if local.type == "cpu" and "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group):
+    if local.type == "cpu" and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return local
 
@@ -92,7 +92,7 @@ def _dtensor_placement(name: str, tensor: Tensor) -> Placement:
         raise UnsupportedCombination(f"Partial DTensor {name} and weight sync: reduce it first", [name])
     sharded = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
     if not sharded:
-        return Whole(shape, tensor.dtype, lambda: tensor.to_local().detach())
+        return Whole(shape, tensor.dtype, lambda: tensor._local_tensor.detach())
     placement = tensor.placements[sharded[0]]
     if len(sharded) > 1 or type(placement) is not Shard or placement.dim != 0:
         return Redistributed(shape, tensor.dtype, tensor)
@@ -103,8 +103,8 @@ def _dtensor_placement(name: str, tensor: Tensor) -> Placement:
         dtype=tensor.dtype,
         numel_per_rank=rows * math.prod(shape[1:]),
         group=group,
-        device=_gather_device(group, tensor.to_local().device),
-        local=lambda: tensor.to_local().detach().reshape(-1),
+        device=_gather_device(group, tensor._local_tensor.device),
+        local=lambda: tensor._local_tensor.detach().reshape(-1),
     )
 
 

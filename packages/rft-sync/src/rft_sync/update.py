@@ -131,7 +131,7 @@ class Update:
 
     def _start(self, manifest: Manifest) -> None:
         self._prepared = True
-        self._timed("wake", self._gate.prepare)
+        self._timed("wake", lambda: self._gate.prepare(manifest.kind))
         self._receiver.start(manifest)
         self._started = True
 

@@ -5,8 +5,11 @@ from typing import Any
 from torch import nn
 
 from rft_sync.errors import EngineNotReady, UnsupportedCombination
+from rft_sync.live import is_kind
 from rft_sync.receivers.module import ModuleReceiver
 from rft_sync.receivers.protocol import WeightReceiver
+from rft_sync.receivers.sglang import SGLangReceiver
+from rft_sync.receivers.vllm import VLLMReceiver
 
 
 def receiver_for(native: Any) -> WeightReceiver:
@@ -25,6 +28,10 @@ def receiver_for(native: Any) -> WeightReceiver:
         return ModuleReceiver(native)
     if isinstance(native, WeightReceiver):
         return native
+    if is_kind(native, "LLM") and hasattr(native, "apply_model"):
+        return VLLMReceiver(native)
+    if is_kind(native, "Engine") and hasattr(native, "update_weights_from_tensor"):
+        return SGLangReceiver(native)
     kinds = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(native).__mro__}
     raise UnsupportedCombination(
         f"{'/'.join(sorted(kinds - {'builtins.object'}))} and receiver_for: give a torch module, vllm.LLM, "

@@ -12,7 +12,7 @@ from rft_sync.gathering import BucketGatherer, GatherRequest
 from rft_sync.live import LiveTensor, check_sendable, same_memory
 from rft_sync.naming import NameUnit, checkpoint_units, fp32_patterns, matches_any
 from rft_sync.parameters import ParamMeta
-from rft_sync.partition import placement_of
+from rft_sync.partition import Placement, placement_of
 
 DtypePolicy = torch.dtype | Mapping[str, torch.dtype] | None
 Combine = Callable[[Sequence[Tensor]], Tensor]
@@ -48,6 +48,8 @@ class _Plan:
     signature: tuple[object, ...]
     metadata: tuple[ParamMeta, ...]
     exports: Mapping[str, ExportTensor]
+    placements: Mapping[str, tuple[Placement, ...]]
+    """Export name -> where its parts were at the last `metadata`; the values are read when they are gathered."""
     unit_of: Mapping[str, NameUnit]
     dtype_of: Mapping[str, torch.dtype]
     """Export name -> dtype in which it is gathered or made."""
@@ -101,6 +103,8 @@ class CheckpointSource:
     def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
         """Whole tensors for `names`, valid inside the context. Collective over the groups that hold the shards.
 
+        Values are the present ones; call `metadata` again after parameters were replaced.
+
         Raises:
             UnknownTensor: A name that `metadata` does not list.
             WeightSyncError: Another gather of this source is open.
@@ -148,8 +152,7 @@ class CheckpointSource:
 
     def _requests(self, plan: _Plan, export: ExportTensor) -> list[GatherRequest]:
         requests = []
-        for part in export.parts:
-            placement = placement_of(part.name, part.tensor)
+        for part, placement in zip(export.parts, plan.placements[export.name], strict=True):
             # Parts of a merge keep their own precision: rounding the base first would round twice.
             dtype = plan.dtype_of[export.name] if export.combine is None else placement.dtype
             requests.append(GatherRequest(part.name, placement, dtype))
@@ -163,30 +166,33 @@ class CheckpointSource:
         self._skipped = tuple(skipped)
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, torch.dtype] = {}
+        placements: dict[str, tuple[Placement, ...]] = {}
         for export in exports:
             for part in export.parts:
                 check_sendable(part.name, part.tensor, buffer=part.buffer)
-                placement = placement_of(part.name, part.tensor)
-                if part is export.parts[0]:
-                    shapes[export.name], dtypes[export.name] = placement.shape, placement.dtype
+            found = tuple(placement_of(part.name, part.tensor) for part in export.parts)
+            placements[export.name] = found
+            shapes[export.name], dtypes[export.name] = found[0].shape, found[0].dtype
         if len(shapes) != len(exports):
             raise ShapeMismatch("two tensors of the model have one name once wrapper prefixes are removed")
         ties = {export.name: export.combine is None and same_memory(export.parts[0].tensor) for export in exports}
         signature = (tuple(shapes.items()), tuple(dtypes.items()), _tie_pattern(ties))
         if self._plan is None or self._plan.signature != signature:
-            self._plan = self._new_plan(signature, exports, shapes, dtypes, ties)
+            self._plan = self._new_plan(signature, exports, placements, ties)
         else:
-            self._plan = replace(self._plan, exports={export.name: export for export in exports})
+            by_name = {export.name: export for export in exports}
+            self._plan = replace(self._plan, exports=by_name, placements=placements)
         return self._plan
 
     def _new_plan(
         self,
         signature: tuple[object, ...],
         exports: Sequence[ExportTensor],
-        shapes: Mapping[str, tuple[int, ...]],
-        dtypes: Mapping[str, torch.dtype],
+        placements: Mapping[str, tuple[Placement, ...]],
         ties: Mapping[str, object],
     ) -> _Plan:
+        shapes = {name: found[0].shape for name, found in placements.items()}
+        dtypes = {name: found[0].dtype for name, found in placements.items()}
         by_name = {export.name: export for export in exports}
         units = checkpoint_units(self._model, shapes)
         first_of: dict[object, NameUnit] = {}
@@ -205,7 +211,7 @@ class CheckpointSource:
                 buffer = by_name[unit.live[0]].buffer
                 metadata.append(ParamMeta(name=name, shape=shape, dtype=dtype, buffer=buffer, alias_of=alias))
         unit_of = {name: unit for unit in units for name in unit.checkpoint}
-        return _Plan(signature, tuple(metadata), by_name, unit_of, dtype_of, original_of)
+        return _Plan(signature, tuple(metadata), by_name, placements, unit_of, dtype_of, original_of)
 
     def _send_dtype(self, unit: NameUnit, dtypes: Mapping[str, torch.dtype], twin: NameUnit) -> torch.dtype:
         live = dtypes[twin.live[0]]

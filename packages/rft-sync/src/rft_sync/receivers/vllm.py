@@ -1,0 +1,368 @@
+"""vLLM in the process of the trainer: `vllm.LLM` with the external launcher, or a single in-process engine."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rft_sync.errors import (
+    EngineNotReady,
+    EngineRefused,
+    IncompleteGroup,
+    ShapeMismatch,
+    UnknownTensor,
+    UnsupportedCombination,
+    WeightSyncError,
+)
+from rft_sync.live import is_kind
+from rft_sync.manifest import Manifest
+from rft_sync.parameters import Bucket
+from rft_sync.receivers.copy_plan import CopyPlan, CopyRecorder
+from rft_sync.receivers.protocol import UpdateSession
+from rft_sync.receivers.random_state import preserved_random_state
+
+_VOCABULARY_NAMES = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
+_ADAPTER_ID = 1
+
+
+class VLLMReceiver:
+    """Writes into the model of an in-process `vllm.LLM`; each rank writes the slices of its own engine.
+
+    Where the live parameters are in the layout that the loader fills (an unquantised dense model on a card), the
+    loader runs once and its copies are replayed from then on (`CopyPlan`). Elsewhere (quantised, repacked, mixtures of
+    experts, CPU) a layerwise reload is opened for the update. Prefix, encoder, multimodal and LoRA caches are reset
+    after every update, and the trainer's random state is kept.
+
+    Args:
+        llm: The engine. Its class is not imported; what it can do is found by asking it.
+        live_layout: Whether the loader may write into the live parameters; found out if None.
+
+    Attributes:
+        session: Version and usability.
+        lora_request: The request to generate with, after an adapter-only update.
+        plan_refusal: Why copies are not replayed; empty when they are or before the first update.
+
+    Raises:
+        EngineNotReady: The engine was shut down.
+        UnsupportedCombination: The model lives in another process.
+    """
+
+    def __init__(self, llm: Any, *, live_layout: bool | None = None) -> None:
+        self._llm = llm
+        self._live_layout = live_layout
+        self._layerwise = False
+        self.session = UpdateSession("VLLMReceiver")
+        self.lora_request: Any = None
+        self.plan_refusal = ""
+        self._plan: CopyPlan | None = None
+        self._recorder: CopyRecorder | None = None
+        self._writing = False
+        self._written: set[str] | None = set()
+        self._adapter: dict[str, Tensor] = {}
+        self._model()
+
+    def _engine(self) -> Any:
+        engine = getattr(self._llm, "llm_engine", None)
+        if engine is None:
+            raise EngineNotReady("the vLLM engine is gone (shut down); create a new one and connect again")
+        return engine
+
+    def _model(self) -> nn.Module:
+        found: list[nn.Module] = []
+        self._engine()
+        try:
+            self._llm.apply_model(found.append)
+        except Exception as error:
+            raise UnsupportedCombination(
+                f"vLLM in another process ({type(error).__name__}: {error}) and VLLMReceiver: use "
+                'distributed_executor_backend="external_launcher", or send_weights to a receiver in that process'
+            ) from error
+        if not found:
+            raise UnsupportedCombination(
+                "vLLM in another process and VLLMReceiver: set VLLM_ENABLE_V1_MULTIPROCESSING=0, or use the "
+                "external launcher"
+            )
+        return found[0]
+
+    @property
+    def _config(self) -> Any:
+        return self._engine().vllm_config
+
+    def dtype_policy(self) -> torch.dtype | None:
+        """The engine's model dtype."""
+        dtype: torch.dtype = self._config.model_config.dtype
+        return dtype
+
+    def asleep(self) -> bool:
+        """Whether the weights are asleep; a KV cache that still sleeps does not count."""
+        engine = self._engine()
+        core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
+        tags = getattr(getattr(core, "model_executor", None), "sleeping_tags", None)
+        if tags is not None:
+            return "weights" in tags
+        return bool(engine.is_sleeping()) if hasattr(engine, "is_sleeping") else False
+
+    def wake(self) -> None:
+        """Wake the weights only: the KV cache comes back after the update."""
+        self._llm.wake_up(["weights"])
+
+    def start(self, manifest: Manifest) -> None:
+        """Check the engine and the manifest; nothing is written.
+
+        Raises:
+            EngineNotReady: Asleep, generating, gone, or inside an update.
+            ShapeMismatch: Another vocabulary size than the engine's.
+            UnsupportedCombination: An adapter for an engine without LoRA.
+        """
+        engine = self._engine()
+        if self.asleep():
+            raise EngineNotReady('the vLLM weights are asleep; call wake_up(["weights"]) first')
+        if hasattr(engine, "has_unfinished_requests") and engine.has_unfinished_requests():
+            raise EngineNotReady("vLLM has unfinished requests; finish or abort them before an update")
+        self.session.require_full(manifest)
+        if manifest.kind == "adapter":
+            if getattr(self._config, "lora_config", None) is None:
+                raise UnsupportedCombination("adapter-only sync and a vLLM engine without enable_lora=True")
+        else:
+            self._check_vocabulary(manifest)
+        self.session.open(manifest)
+        self._writing, self._written, self._adapter = False, set(), {}
+
+    def _check_vocabulary(self, manifest: Manifest) -> None:
+        rows = self._config.model_config.get_vocab_size()
+        for meta in manifest.metadata:
+            if meta.name.endswith(_VOCABULARY_NAMES) and meta.shape[0] != rows:
+                raise ShapeMismatch(
+                    f"{meta.name} has {meta.shape[0]} rows and the engine's vocabulary {rows}; start the engine from a "
+                    "checkpoint of the resized model",
+                    [meta.name],
+                )
+
+    def load(self, bucket: Bucket) -> None:
+        """Hand the bucket to the engine's loader, or replay the recorded copies."""
+        manifest = self.session.manifest
+        self.session.count(bucket.names)
+        assert manifest is not None  # count refuses buckets outside an update
+        if manifest.kind == "adapter":
+            self._adapter.update({name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket})
+            return
+        for group in manifest.groups:
+            inside = [name for name in group if name in bucket.tensors]
+            if inside and len(inside) < len(group):
+                raise IncompleteGroup(f"fused group {group} came in part: {inside}", group)
+        model = self._model()
+        with preserved_random_state(), torch.no_grad(), self._engine_context():
+            if not self._writing:
+                self._begin(model)
+            if self._plan is not None:
+                self._plan.replay(bucket, model)
+                return
+            with self._recorder.watch(bucket) if self._recorder is not None else nullcontext(bucket) as pairs:
+                self._run_loader(model, pairs)
+
+    def _begin(self, model: nn.Module) -> None:
+        self._writing = True
+        live = self._live_layout
+        self._layerwise = not (_fills_live_layout(model, self._config) if live is None else live)
+        if self._layerwise:
+            self.plan_refusal = "the live layout is not the loader's; a layerwise reload is used"
+            self._plan = self._recorder = None
+            _reload_module().initialize_layerwise_reload(model)
+        elif self._plan is None or not self._plan.fits(model):
+            self._plan, self._recorder = None, CopyRecorder(model) if not self.plan_refusal else None
+
+    def _run_loader(self, model: nn.Module, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        names: list[str] = []
+
+        def offered() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in pairs:
+                names.append(name)
+                # A layerwise reload keeps what it is given until a layer is complete, padded ones until the end:
+                # it gets copies of its own, since the bucket's memory is overwritten by then.
+                yield name, tensor.clone() if self._layerwise else tensor
+
+        with _without_lora_wrappers(model):
+            try:
+                written = model.load_weights(offered())  # type: ignore[operator]
+            except WeightSyncError:
+                raise
+            except (ValueError, KeyError, AttributeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise UnknownTensor(f"vLLM could not place {names[-1:]}: {reason}", names[-1:]) from error
+        if written is None:
+            self._written = None
+        elif self._written is not None:
+            self._written.update(written)
+
+    def finish(self, version: int) -> None:
+        """Complete the update, reset every cache that was computed with the old weights.
+
+        Raises:
+            UnknownTensor: Parameters of the engine that no sent tensor reached.
+            EngineRefused: A cache or the adapter was refused.
+        """
+        self.session.check_complete()
+        manifest = self.session.manifest
+        assert manifest is not None  # check_complete refuses otherwise
+        with preserved_random_state(), torch.no_grad(), self._engine_context():
+            if manifest.kind == "adapter":
+                self._apply_adapter(manifest)
+            else:
+                self._finish_weights(self._model())
+        self._reset_caches()
+        self.session.close(version)
+        if hasattr(self._engine(), "set_weight_version"):
+            self._engine().set_weight_version(str(version))
+
+    def _finish_weights(self, model: nn.Module) -> None:
+        if self._layerwise:
+            _reload_module().finalize_layerwise_reload(model, self._config.model_config)
+        if self._plan is not None:
+            self._plan.zero_padding(model)
+            return
+        self._check_all_written(model)
+        if self._recorder is not None:
+            self._plan = self._recorder.plan()
+            self.plan_refusal = self._recorder.refusal
+            self._recorder = None
+
+    def _check_all_written(self, model: nn.Module) -> None:
+        if self._written is None or self._config.model_config.quantization is not None:
+            return
+        names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+        absent = sorted(name for name in names - self._written if ".lora_" not in name)
+        if absent:
+            raise UnknownTensor(f"no sent tensor reached the vLLM parameters {absent}", absent)
+
+    def _apply_adapter(self, manifest: Manifest) -> None:
+        """Write PEFT files to memory-backed storage and load them in place under the one name."""
+        from safetensors.torch import save_file
+        from vllm.lora.request import LoRARequest
+
+        engine = self._engine()
+        shared = Path("/dev/shm")
+        with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+            save_file(self._adapter, str(Path(folder) / "adapter_model.safetensors"))
+            (Path(folder) / "adapter_config.json").write_text(manifest.adapter_config or "{}")
+            fields = {"lora_name": "policy", "lora_int_id": _ADAPTER_ID, "lora_path": folder}
+            if self.lora_request is not None and "load_inplace" not in _fields(LoRARequest):
+                engine.remove_lora(_ADAPTER_ID)
+            inplace = {"load_inplace": True} if "load_inplace" in _fields(LoRARequest) else {}
+            if not engine.add_lora(LoRARequest(**fields, **inplace)):
+                rank = json.loads(manifest.adapter_config or "{}").get("r")
+                raise EngineRefused(f"vLLM did not take the adapter (rank {rank}); check max_lora_rank and max_loras")
+        # The adapter stays loaded under its id; a request that reloads would look for the folder.
+        self.lora_request = LoRARequest(**fields)
+        self._adapter = {}
+
+    def _reset_caches(self) -> None:
+        engine = self._engine()
+        if not self._llm.reset_prefix_cache():
+            raise EngineRefused("vLLM did not reset its prefix cache; finish or abort its requests")
+        for owner in (self._llm, engine):
+            for name in ("reset_mm_cache", "reset_encoder_cache"):
+                if hasattr(owner, name):
+                    getattr(owner, name)()
+        manifest = self.session.manifest
+        if manifest is not None and manifest.kind == "full":
+            self._llm.collective_rpc(_reset_lora_state)
+
+    def cancel(self) -> None:
+        """Nothing was loaded: be what it was before."""
+        self.session.cancel()
+
+    def abort(self, reason: str) -> None:
+        """Mark as unusable; the next full update writes everything again, by the loader."""
+        if self._writing and self._layerwise and self.session.manifest is not None:
+            with preserved_random_state(), torch.no_grad(), self._engine_context():
+                # Puts the kernels' tensors back in place, with undefined content, so that the next update can begin.
+                _reload_module().finalize_layerwise_reload(self._model(), self._config.model_config)
+        self._plan = self._recorder = None
+        self._adapter = {}
+        self._writing = False
+        self.session.abort(reason)
+
+    def readable(self) -> Sequence[str]:
+        """Names whose bytes can be followed into live parameters: all under a `CopyPlan`, else none."""
+        return tuple(self._plan.copies) if self._plan is not None else ()
+
+    def _copies(self, name: str) -> Sequence[Any]:
+        if self._plan is not None:
+            return self._plan.copies.get(name, ())
+        return self._recorder.copies.get(name, []) if self._recorder is not None else ()
+
+    def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
+        """The slices of `tensor` that this rank's engine holds, in the engine's dtype."""
+        dtypes = {key: p.dtype for key, p in self._model().named_parameters()}
+        whole = tensor.contiguous()
+        return [copy.source.of(whole).to(dtypes[copy.target.name]) for copy in self._copies(name)]
+
+    def read_back(self, name: str) -> Sequence[Tensor]:
+        """The live slices, in the same order."""
+        parameters = dict(self._model().named_parameters())
+        return [copy.target.of(parameters[copy.target.name]) for copy in self._copies(name)]
+
+    @contextmanager
+    def _engine_context(self) -> Iterator[None]:
+        """vLLM's layers read its current configuration while they load."""
+        try:
+            from vllm.config import set_current_vllm_config
+        except ImportError:  # an engine of the same form without the package: a recording engine in a test
+            yield
+            return
+        with set_current_vllm_config(self._config):
+            yield
+
+
+def _fields(struct: Any) -> Sequence[str]:
+    return getattr(struct, "__struct_fields__", None) or tuple(getattr(struct, "__dataclass_fields__", ()))
+
+
+def _reload_module() -> Any:
+    try:
+        from vllm.model_executor.model_loader import reload
+    except ImportError as error:
+        raise UnsupportedCombination(
+            "a vLLM without layerwise reload and a model whose weights are repacked: use vLLM 0.20 or later"
+        ) from error
+    return reload
+
+
+def _fills_live_layout(model: nn.Module, config: Any) -> bool:
+    """Whether the loader may write into the live parameters: unquantised, not repacked, nothing derived from them."""
+    if getattr(config.model_config, "quantization", None) is not None:
+        return False
+    if any(parameter.numel() == 0 or parameter.is_meta for parameter in model.parameters()):
+        return False
+    derived = any(
+        "FusedMoE" in type(module).__name__ or hasattr(module, "W_UK_T") or hasattr(module, "W_UV")
+        for module in model.modules()
+    )
+    return not derived and all(parameter.device.type != "cpu" for parameter in model.parameters())
+
+
+def _reset_lora_state(worker: Any) -> None:
+    reset: Callable[[], None] | None = getattr(getattr(worker, "model_runner", None), "reset_lora_state", None)
+    if reset is not None:
+        reset()
+
+
+@contextmanager
+def _without_lora_wrappers(model: nn.Module) -> Iterator[None]:
+    """Put the base layers in place of vLLM's LoRA wrappers, so that the loader finds its own names."""
+    swapped: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is not None and is_kind(child, "BaseLayerWithLoRA"):
+                swapped.append((parent, name, child))
+                parent._modules[name] = child.base_layer  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for parent, name, child in swapped:
+            parent._modules[name] = child

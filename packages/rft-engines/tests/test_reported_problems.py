@@ -1,6 +1,7 @@
 """Problems that users of such engines have met, one test each."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from rft_engines import (
     split_by_length,
 )
 from rft_engines.answers import sampled_log_prob
-from rft_engines.combinations import COMBINATIONS, check_combination
+from rft_engines.combinations import COMBINATIONS, check_combination, combinations_table
 from rft_engines.drift import log_prob_gap, padded_log_probs
 from rft_engines.memory import SleepMemory
 from rft_engines.testing import ScriptedEngine
@@ -240,3 +241,10 @@ def test_the_table_of_combinations_is_what_the_start_up_check_reads():
     assert any(not row.supported for row in COMBINATIONS)
     with pytest.raises(ValueError, match="backend='ddp'"):
         check_combination(backend="ddp", weights="full", engine="hf", modality="text")
+
+
+def test_the_page_of_combinations_is_the_table():
+    page = Path(__file__).parents[3] / "docs" / "engines" / "combinations.md"
+    if not page.is_file():
+        pytest.skip("the repository's documentation is not beside the package")
+    assert page.read_text().endswith(combinations_table())

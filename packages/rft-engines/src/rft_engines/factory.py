@@ -52,7 +52,9 @@ def create_engine(
         from rft_engines.vllm import VLLMEngine
 
         return VLLMEngine(config, groups=groups)
-    raise UnsupportedCombinationError(f"engine {config.kind!r} and this version: its adapter is not there yet")
+    from rft_engines.sglang import SGLangEngine
+
+    return SGLangEngine(config, groups=groups)
 
 
 def _config(config: EngineConfig | str, fields: dict[str, Any]) -> EngineConfig:

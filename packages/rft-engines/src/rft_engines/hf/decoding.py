@@ -12,6 +12,7 @@ from rft_engines.hf.cache import WaveCache
 from rft_engines.hf.rows import Row, StepBudget
 from rft_engines.hf.sampler import choose_tokens
 from rft_engines.hf.stops import StopRules
+from rft_engines.hf.vision import picture_inputs
 from rft_engines.hf.waves import Wave, plan_prefill
 from rft_engines.sampling import SamplingParams
 
@@ -25,17 +26,26 @@ class Decoder:
         self._prefill_tokens = prefill_tokens
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
 
-    def _forward(self, input_ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> Tensor:
+    def _forward(
+        self, input_ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any, **vision: Tensor
+    ) -> Tensor:
         optional = {"position_ids": positions, "logits_to_keep": 1}
         given = {name: value for name, value in optional.items() if name in self._accepted}
         output = self.model(
-            input_ids=input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True, **given
+            input_ids=input_ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+            **given,
+            **vision,
         )
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, DynamicCache]:
-        """Logits [prompts, V] after the last token of each prompt, and the cache; prompts are padded on the left."""
+    def _prefill(self, heads: Sequence[Row]) -> tuple[Tensor, DynamicCache, list[int]]:
+        """Logits [heads, V] after each prompt, the cache, and position offsets; prompts are padded on the left."""
+        prompts = [row.prompt for row in heads]
         width = max(len(prompt) for prompt in prompts)
         # The padding id is arbitrary: it is masked, and the position of the first real token is 0.
         padded = [(0,) * (width - len(prompt)) + prompt for prompt in prompts]
@@ -43,19 +53,25 @@ class Decoder:
         starts = torch.tensor([width - len(prompt) for prompt in prompts], device=self.device)
         columns = torch.arange(width, device=self.device)
         positions = (columns[None] - starts[:, None]).clamp_(min=0)
-        mask = None if all(len(prompt) == width for prompt in prompts) else columns[None] >= starts[:, None]
+        real = columns[None] >= starts[:, None]
+        mask = None if all(len(prompt) == width for prompt in prompts) else real
         cache = DynamicCache()
-        return self._forward(input_ids, mask, positions, cache), cache
+        if all(row.pictures is None for row in heads):
+            return self._forward(input_ids, mask, positions, cache), cache, [0] * len(heads)
+        vision, positions, offsets = picture_inputs(self.model, input_ids, real, [row.pictures for row in heads])
+        return self._forward(input_ids, mask, positions, cache, **vision), cache, offsets.tolist()
 
-    def start(self, prompts: Sequence[tuple[int, ...]], *, samples: int, wave: Wave) -> tuple[Tensor, WaveCache]:
-        """Prefill prompts (longest first) and lay `samples` rows each into a wave's cache.
+    def start(self, rows: Sequence[Row], *, samples: int, wave: Wave) -> tuple[Tensor, WaveCache]:
+        """Prefill the prompts of rows, `samples` for each prompt, longest first, and fill a wave's cache.
 
-        Returns the logits [prompts * samples, V] of the first new token and the cache.
+        Returns the logits [rows, V] of the first new token and the cache.
         """
+        heads = rows[::samples]
+        prompts = [row.prompt for row in heads]
         cache: WaveCache | None = None
         logits: list[Tensor] = []
         for chunk in plan_prefill([len(prompt) for prompt in prompts], max_tokens=self._prefill_tokens):
-            chunk_logits, prefilled = self._prefill([prompts[place] for place in chunk])
+            chunk_logits, prefilled, offsets = self._prefill([heads[place] for place in chunk])
             logits.append(chunk_logits)
             if cache is None:
                 cache = WaveCache(
@@ -64,8 +80,11 @@ class Decoder:
                     width=wave.width,
                     prompt_width=wave.prompt_width,
                 )
-            for row, place in enumerate(chunk):
-                cache.fill(slice(place * samples, (place + 1) * samples), prefilled, row, len(prompts[place]))
+            for number, place in enumerate(chunk):
+                own = slice(place * samples, (place + 1) * samples)
+                cache.fill(own, prefilled, number, len(prompts[place]))
+                for row in rows[own]:
+                    row.position_offset = offsets[number]
         assert cache is not None
         return torch.cat(logits).repeat_interleave(samples, dim=0), cache
 
@@ -73,14 +92,15 @@ class Decoder:
         """Logits [rows, V] after the newest token of each active row."""
         newest = torch.tensor([[row.tokens[-1]] for row in rows], device=self.device)
         lengths = [len(row.prompt) + len(row.tokens) - 1 for row in rows]
-        positions = torch.tensor(lengths, device=self.device)[:, None]
+        counts = torch.tensor(lengths, device=self.device)[:, None]
+        offsets = torch.tensor([row.position_offset for row in rows], device=self.device)[:, None]
         # Columns of the longest active row are the live part; shorter rows start later in it.
         live = max(lengths)
         cache.begin = cache.end - live
         mask = None
         if min(lengths) < live:
-            mask = torch.arange(live + 1, device=self.device)[None] >= live - positions
-        logits = self._forward(newest, mask, positions, cache)
+            mask = torch.arange(live + 1, device=self.device)[None] >= live - counts
+        logits = self._forward(newest, mask, counts + offsets, cache)
         cache.end += 1
         return logits
 
@@ -98,11 +118,10 @@ def decode_wave(
 
     `rows` holds n rows for each request in the order of `wave.places`.
     """
-    prompts = [row.prompt for row in rows[:: sampling.n]]
     active = list(rows)
     if budget.spent():
         return
-    logits, cache = decoder.start(prompts, samples=sampling.n, wave=wave)
+    logits, cache = decoder.start(rows, samples=sampling.n, wave=wave)
     while True:
         uniforms = torch.tensor(
             [row.stream.at(len(row.tokens)) for row in active], dtype=torch.float64, device=decoder.device

@@ -1,7 +1,7 @@
 """The embedded engine."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,23 @@ from torch import nn
 
 from rft_engines.contract import SleepContract, SleepLevel, sleep_contract
 from rft_engines.end_tokens import end_token_ids
-from rft_engines.errors import EngineStartError, UnsupportedCombinationError
-from rft_engines.generation import Generation, GenerationRequest, sample_id
+from rft_engines.generation import Generation, GenerationRequest, check_requests, sample_id
 from rft_engines.hf.attention import grouped_decode, inference
+from rft_engines.hf.models import (
+    cache_bytes_per_token,
+    context_length,
+    load_model,
+    refuse_stateful,
+    require_positive,
+)
 from rft_engines.hf.residency import ParameterStorage
 from rft_engines.hf.rows import Row, StepBudget
 from rft_engines.hf.stops import StopRules
+from rft_engines.hf.vision import PicturePreparer, Pictures
 from rft_engines.hf.waves import plan_waves
 from rft_engines.lifecycle import ManagedEngine
 from rft_engines.sampling import SamplingParams
 from rft_engines.seeds import UniformStream, request_seed, sample_seed
-
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class HFEngine(ManagedEngine):
@@ -37,6 +42,7 @@ class HFEngine(ManagedEngine):
         model: nn.Module | str | Path,
         *,
         tokenizer: Any = None,
+        image_processor: Callable[..., Any] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         eos_token_ids: Sequence[int] | None = None,
@@ -52,6 +58,7 @@ class HFEngine(ManagedEngine):
         Args:
             model: causal model of transformers, or the folder of one.
             tokenizer: needed for stop strings only.
+            image_processor: makes patches of pictures (models of Qwen-VL's form); None takes text only.
             device: where the module is moved to; None leaves it where it is.
             dtype: of the parameters; None leaves a module as it is and loads a folder in its own dtype.
             eos_token_ids: ids that end a sample; None takes the model's and the tokenizer's.
@@ -67,34 +74,23 @@ class HFEngine(ManagedEngine):
             EngineStartError: the folder cannot be loaded.
         """
         super().__init__(weights_loaded=weights_loaded)
-        for name, value in (
-            ("max_rows", max_rows),
-            ("kv_cache_bytes", kv_cache_bytes),
-            ("prefill_tokens", prefill_tokens),
-        ):
-            if value < 1:
-                raise ValueError(f"HFEngine {name}={value}: give at least 1")
+        require_positive(max_rows=max_rows, kv_cache_bytes=kv_cache_bytes, prefill_tokens=prefill_tokens)
         if isinstance(model, (str, Path)):
-            model, tokenizer = _load(Path(model), tokenizer, dtype)
-        _refuse_stateful(model)
+            model, tokenizer = load_model(Path(model), tokenizer, dtype)
+        refuse_stateful(model)
         # Any: the module is a PreTrainedModel, and naming that type would load transformers here.
         module: Any = model.to(device=device, dtype=dtype)
         self._model = module
         self._tokenizer = tokenizer
-        self._contract = sleep_contract("hf")
+        self._image_processor = image_processor
         text_config = module.config.get_text_config()
         self._vocab_size = int(module.get_input_embeddings().weight.shape[0])
-        limit = getattr(text_config, "max_position_embeddings", None)
-        self._max_model_len = max_model_len if max_model_len is not None else limit
-        if limit is not None and self._max_model_len is not None and self._max_model_len > limit:
-            raise ValueError(
-                f"HFEngine max_model_len={max_model_len}: the model has {limit} positions, give at most that"
-            )
+        self._max_model_len = context_length(text_config, max_model_len)
         if eos_token_ids is None:
             eos_token_ids = end_token_ids(text_config, tokenizer, getattr(module, "generation_config", None))
         self._eos = tuple(eos_token_ids)
         self._max_rows = max_rows
-        self._max_tokens = max(1, kv_cache_bytes // _cache_bytes_per_token(text_config, module.dtype))
+        self._max_tokens = max(1, kv_cache_bytes // cache_bytes_per_token(text_config, module.dtype))
         self._prefill_tokens = prefill_tokens
         self._seed = seed
         self._calls = 0
@@ -104,7 +100,7 @@ class HFEngine(ManagedEngine):
     @property
     def contract(self) -> SleepContract:
         """See `RolloutEngine`."""
-        return self._contract
+        return sleep_contract("hf")
 
     @property
     def native(self) -> nn.Module:
@@ -127,15 +123,17 @@ class HFEngine(ManagedEngine):
         """Ids that end a sample unless `ignore_eos` is set."""
         return self._eos
 
-    def _rows(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[list[Row]]:
+    def _rows(
+        self, requests: Sequence[GenerationRequest], pictures: Sequence[Pictures | None], sampling: SamplingParams
+    ) -> list[list[Row]]:
         """Fresh rows, n for each request."""
         rows = []
-        for place, request in enumerate(requests):
+        for place, (request, shown) in enumerate(zip(requests, pictures, strict=True)):
             seed = request.seed if request.seed is not None else request_seed(self._seed, self._calls, place)
             budget = request.token_budget(sampling, self._max_model_len)
             rows.append(
                 [
-                    Row(place, index, request.prompt_token_ids, budget, UniformStream(sample_seed(seed, index)))
+                    Row(place, index, request.prompt_token_ids, budget, UniformStream(sample_seed(seed, index)), shown)
                     for index in range(sampling.n)
                 ]
             )
@@ -147,13 +145,13 @@ class HFEngine(ManagedEngine):
     ) -> list[Generation]:
         from rft_engines.hf.decoding import Decoder, decode_wave
 
-        for place, request in enumerate(requests):
-            if request.images:
-                raise UnsupportedCombinationError(
-                    f"request {sample_id(request, place)!r} has images: HFEngine takes text only"
-                )
+        preparer = PicturePreparer(self._model, self._image_processor)
+        prepared = [preparer.prepare(request) for request in requests]
+        requests = [request for request, _ in prepared]
+        # Widened placeholders count.
+        check_requests(requests, vocab_size=self._vocab_size, max_model_len=self._max_model_len)
         stops = StopRules(sampling, eos_token_ids=self._eos, tokenizer=self._tokenizer)
-        rows = self._rows(requests, sampling)
+        rows = self._rows(requests, [pictures for _, pictures in prepared], sampling)
         waves = plan_waves(
             [len(request.prompt_token_ids) for request in requests],
             [request_rows[0].budget for request_rows in rows],
@@ -199,32 +197,3 @@ class HFEngine(ManagedEngine):
     def _shut_down(self) -> None:
         self._storage.restore()
         del self._model
-
-
-def _cache_bytes_per_token(text_config: Any, dtype: torch.dtype) -> int:
-    heads = text_config.num_attention_heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    return 2 * int(text_config.num_hidden_layers) * int(kv_heads) * int(head_dim) * dtype.itemsize
-
-
-def _refuse_stateful(model: Any) -> None:
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_LAYERS
-    if kinds or getattr(model, "_is_stateful", False) or model.config.is_encoder_decoder:
-        raise UnsupportedCombinationError(
-            f"engine 'hf' and {type(model).__name__} (layers {sorted(kinds) or 'with recurrent or encoder state'}): "
-            f"the embedded engine caches keys and values of attention only, use the vLLM or SGLang engine"
-        )
-
-
-def _load(folder: Path, tokenizer: Any, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if not (folder / "config.json").is_file():
-        raise EngineStartError(f"no config.json in {str(folder)!r}: give the folder of a saved transformers model")
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto" if dtype is None else dtype, local_files_only=True
-    )
-    if tokenizer is None and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return model, tokenizer

@@ -5,19 +5,26 @@ from dataclasses import dataclass, field
 
 from rft_engines.generation import FinishReason, Generation
 from rft_engines.hf.stops import StopRules
+from rft_engines.hf.vision import Pictures
 from rft_engines.sampling import SamplingParams
 from rft_engines.seeds import UniformStream
 
 
 @dataclass
 class Row:
-    """One sample while it is decoded."""
+    """One sample while it is decoded.
+
+    `position_offset` is added to the count of tokens to get the next position: a picture has more tokens than
+    positions.
+    """
 
     place: int
     sample_index: int
     prompt: tuple[int, ...]
     budget: int
     stream: UniformStream
+    pictures: Pictures | None = None
+    position_offset: int = 0
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -41,9 +41,10 @@ def token_ids_are_in_the_vocabulary(engine: RolloutEngine, probe: EngineProbe) -
 
 
 def sampling_facts_and_version_are_recorded(engine: RolloutEngine, probe: EngineProbe) -> None:
-    sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=2)
+    top_p, top_k = (0.9, 5) if probe.truncation else (1.0, 0)
+    sampling = SamplingParams(temperature=0.7, top_p=top_p, top_k=top_k, max_new_tokens=2)
     for sample in engine.generate(probe.requests(), sampling):
-        require_equal((sample.temperature, sample.top_p, sample.top_k), (0.7, 0.9, 5), "sampling facts")
+        require_equal((sample.temperature, sample.top_p, sample.top_k), (0.7, top_p, top_k), "sampling facts")
         require_equal(sample.weights_version, engine.weights_version, "weights version")
 
 
@@ -52,17 +53,23 @@ def no_requests_give_no_samples(engine: RolloutEngine, probe: EngineProbe) -> No
 
 
 def equal_seeds_give_equal_tokens(engine: RolloutEngine, probe: EngineProbe) -> None:
+    if not probe.seeded:
+        return
     first, second = (_tokens(engine.generate(probe.requests(), SAMPLED)) for _ in range(2))
     require_equal(second, first, "tokens of the second call with the same seeds")
 
 
 def tokens_do_not_depend_on_the_batch(engine: RolloutEngine, probe: EngineProbe) -> None:
+    if not probe.seeded:
+        return
     together = _tokens(engine.generate(probe.requests(), SAMPLED))
     alone = [tokens for request in probe.requests() for tokens in _tokens(engine.generate([request], SAMPLED))]
     require_equal(alone, together, "tokens of each request alone")
 
 
 def n_samples_equal_n_seeded_requests(engine: RolloutEngine, probe: EngineProbe) -> None:
+    if not probe.seeded:
+        return
     together = _tokens(engine.generate(probe.requests(), SAMPLED))
     expanded = [
         GenerationRequest(request.prompt_token_ids, seed=sample_seed(request.seed or 0, index))
@@ -91,6 +98,9 @@ def greedy_ignores_seeds(engine: RolloutEngine, probe: EngineProbe) -> None:
 
 def top_k_of_one_is_greedy_and_certain(engine: RolloutEngine, probe: EngineProbe) -> None:
     sampling = SamplingParams(top_k=1, max_new_tokens=6, ignore_eos=True)
+    if not probe.truncation:
+        require_refused(lambda: engine.generate(probe.requests(), sampling), "top_k", UnsupportedCombinationError)
+        return
     samples = engine.generate(probe.requests(), sampling)
     require_equal(_tokens(samples), _tokens(engine.generate(probe.requests(), GREEDY)), "tokens with top_k=1")
     largest = max(abs(value) for sample in samples for value in sample.log_probs)
@@ -147,7 +157,7 @@ def a_prompt_without_room_is_refused(engine: RolloutEngine, probe: EngineProbe) 
 
 
 def a_step_budget_gives_partial_samples(engine: RolloutEngine, probe: EngineProbe) -> None:
-    if not probe.interruptible:
+    if not probe.step_budget:
         require_refused(
             lambda: engine.generate(probe.requests(), GREEDY, max_steps=3), "max_steps", UnsupportedCombinationError
         )

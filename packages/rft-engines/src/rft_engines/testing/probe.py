@@ -25,6 +25,9 @@ class EngineProbe:
         reference: (prompt, tokens, temperature) -> log-probability of each token; None leaves that check out.
         tolerance: allowed difference to the reference.
         interruptible: whether the engine can be aborted in the middle of a generate call.
+        step_budget: whether `max_steps` works; where it does not, it must be refused.
+        truncation: whether top-k and top-p work; where they do not, they must be refused.
+        seeded: whether the seeds of requests decide their tokens.
     """
 
     prompts: Sequence[tuple[int, ...]]
@@ -33,6 +36,9 @@ class EngineProbe:
     reference: Callable[[tuple[int, ...], tuple[int, ...], float], Sequence[float]] | None = None
     tolerance: float = 1e-4
     interruptible: bool = True
+    step_budget: bool = True
+    truncation: bool = True
+    seeded: bool = True
 
     def __post_init__(self) -> None:
         if len({len(prompt) for prompt in self.prompts}) < 3:

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from rft_engines.lifecycle import ManagedEngine
 from rft_engines.sampling import SamplingParams
 from rft_engines.seeds import request_seed, sample_seed
 from rft_engines.vllm.arguments import engine_arguments, engine_environment
+from rft_engines.vllm.shutdown import kept_process_group
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,8 @@ class VLLMEngine(ManagedEngine):
         self._sleep_mode = config.enable_sleep and not self._on_cpu
         self._may_sleep = config.enable_sleep or self._on_cpu
         self._seed = groups.layout.engine_seed(config.seed) if groups is not None else config.seed
-        launched = dist.is_initialized() or "RANK" in os.environ
+        self._shares_process_group = dist.is_initialized()
+        launched = self._shares_process_group or "RANK" in os.environ
         arguments = engine_arguments(config, seed=self._seed, launched=launched, on_cpu=self._on_cpu)
         with preserved_random_state(), environment_variables(engine_environment(on_cpu=self._on_cpu)):
             self._llm: Any = LLM(**arguments)
@@ -236,7 +239,8 @@ class VLLMEngine(ManagedEngine):
     def _shut_down(self) -> None:
         if self._sleep_mode and WEIGHTS not in self._awake:
             self._llm.wake_up()
-        self._llm.llm_engine.engine_core.shutdown()
+        with kept_process_group() if self._shares_process_group else nullcontext():
+            self._llm.llm_engine.engine_core.shutdown()
         del self._llm
         gc.collect()
         if torch.cuda.is_available():

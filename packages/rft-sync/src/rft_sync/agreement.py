@@ -1,19 +1,12 @@
 """Agreement of ranks before they go on, so that an error on one becomes the same error on all."""
 
 import pickle
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rft_sync.errors import ManifestMismatch, WeightSyncError
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
-    )
+from rft_sync.wire import gather_values, wire_device
 
 
 def is_distributed() -> bool:
@@ -32,12 +25,6 @@ def as_sync_error(error: BaseException) -> WeightSyncError:
     return WeightSyncError(f"{type(error).__name__}: {error}")
 
 
-def _gather(value: object, group: dist.ProcessGroup | None) -> Sequence[Any]:
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def raise_together(error: BaseException | None, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank the error of the first rank that has one; return if none has. Collective over `group`.
 
@@ -47,11 +34,11 @@ def raise_together(error: BaseException | None, group: dist.ProcessGroup | None)
         if error is not None:
             raise as_sync_error(error) from error
         return
-    failed = torch.tensor([0 if error is None else 1], dtype=torch.int32, device=_device(group))
+    failed = torch.tensor([0 if error is None else 1], dtype=torch.int32, device=wire_device(group))
     dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
     if not failed.item():
         return
-    errors = _gather(None if error is None else as_sync_error(error), group)
+    errors = gather_values(None if error is None else as_sync_error(error), group)
     rank = next(index for index, found in enumerate(errors) if found is not None)
     first: WeightSyncError = errors[rank]
     if len(errors) > 1:
@@ -69,7 +56,7 @@ def agree_on_digest(digest: str | None, error: BaseException | None, group: dist
     raise_together(error, group)
     if not is_distributed() or digest is None:
         return
-    digests = _gather(digest, group)
+    digests = gather_values(digest, group)
     if len(set(digests)) > 1:
         listed = ", ".join(f"rank {rank}: {value[:12]}" for rank, value in enumerate(digests))
         raise ManifestMismatch(

@@ -19,6 +19,7 @@ from rft_sync.parameters import ALIGNMENT_BYTES, Bucket, ParamMeta
 from rft_sync.receivers.protocol import WeightReceiver
 from rft_sync.sources.protocol import ParameterSource
 from rft_sync.update import check_finite
+from rft_sync.wire import broadcast_text, gather_values, wire_device
 
 _HEADER_BYTES = ALIGNMENT_BYTES  # first byte: 0 the payload is good, 1 the sender failed
 _BUFFERS = 2
@@ -67,25 +68,6 @@ def manifest_from_json(text: str) -> tuple[Manifest, int]:
 def _is_member(group: dist.ProcessGroup | None) -> bool:
     """`new_group` gives outsiders a number in place of a group."""
     return not isinstance(group, int)
-
-
-def _wire_device(group: dist.ProcessGroup | None) -> torch.device:
-    on_card = "nccl" in dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if on_card else torch.device("cpu")
-
-
-def _broadcast_text(text: str | None, src: int, group: dist.ProcessGroup | None) -> str:
-    """Collective over `group`; `src` gives the text."""
-    device = _wire_device(group)
-    data = bytearray((text or "").encode())
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    dist.broadcast(size, src, group=group)
-    if text is not None:
-        payload = torch.frombuffer(data or bytearray(1), dtype=torch.uint8).to(device)
-    else:
-        payload = torch.empty(max(1, int(size)), dtype=torch.uint8, device=device)
-    dist.broadcast(payload, src, group=group)
-    return bytes(payload[: int(size)].tolist()).decode()
 
 
 class _Ring:
@@ -151,7 +133,7 @@ def send_weights(
     manifest, error = _plan(source, bucket_bytes, trainer_group)
     if sending:
         text = json.dumps({"error": str(error)}) if manifest is None else manifest_to_json(manifest, version)
-        _broadcast_text(text, src, group)
+        broadcast_text(text, src, group)
     if manifest is not None:
         error = _stream(source, manifest.buckets(), src if sending else None, group, finite_only)
         if sending:
@@ -192,7 +174,7 @@ def _stream(
     source: ParameterSource, buckets: list[Bucket], src: int | None, group: dist.ProcessGroup | None, finite_only: bool
 ) -> Exception | None:
     """Gather every bucket; where `src` is given, send it. Collective over the source's ranks, and `group` for `src`."""
-    ring = _Ring(buckets, _wire_device(group)) if src is not None else None
+    ring = _Ring(buckets, wire_device(group)) if src is not None else None
     error: Exception | None = None
     for index, bucket in enumerate(buckets):
         buffer = ring.buffer(index) if ring is not None else None
@@ -215,8 +197,7 @@ def _stream(
 
 def _first_failure(error: Exception | None, group: dist.ProcessGroup | None) -> WeightSyncError | None:
     """The first failure among sender and receivers. Collective over `group`."""
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, None if error is None else as_sync_error(error), group=group)
+    answers = gather_values(None if error is None else as_sync_error(error), group)
     return next((answer for answer in answers if answer is not None), None)
 
 
@@ -243,7 +224,7 @@ def receive_weights(
     Raises:
         WeightSyncError: On every receiver and trainer; the receiver is unusable until a full update succeeds.
     """
-    text = _broadcast_text(None, src, group)
+    text = broadcast_text(None, src, group)
     if "error" in json.loads(text):
         raise WeightSyncError(f"the sender could not plan the update: {json.loads(text)['error']}")
     manifest, version = manifest_from_json(text)
@@ -273,7 +254,7 @@ def _drain_into(
 ) -> Exception | None:
     """Take every bucket off the wire, and load it unless something failed. Collective over `group`."""
     buckets = manifest.buckets()
-    ring = _Ring(buckets, _wire_device(group))
+    ring = _Ring(buckets, wire_device(group))
     error: Exception | None = None
     good = True
     try:

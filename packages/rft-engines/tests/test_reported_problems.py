@@ -72,6 +72,18 @@ def test_tied_weights_are_still_tied_after_deep_sleep(build_model):
     assert torch.equal(model.lm_head.weight, weights["model.embed_tokens.weight"])
 
 
+def test_a_loaded_checkpoint_can_be_dropped_too(model, tmp_path, prompts):
+    # Its parameters lie in a mapped file, whose memory cannot be resized.
+    model.save_pretrained(tmp_path)
+    engine = HFEngine(tmp_path)
+    before = engine.generate([GenerationRequest(prompts[0])], GREEDY)[0].token_ids
+    engine.sleep(2)
+    assert engine.sleep_memory.rounds == [{"weights": 0}]
+    write(engine, model.state_dict(), 1)
+    engine.wake_up()
+    assert engine.generate([GenerationRequest(prompts[0])], GREEDY)[0].token_ids == before
+
+
 def test_the_cache_is_not_back_before_the_update_is_finished():
     engine = ScriptedEngine.answering({(1,): (3,)}, vocab_size=10, eos_token_id=END, contract=sleep_contract("vllm"))
     engine.sleep(2)

@@ -4,7 +4,7 @@ import pytest
 
 from rft_dist import ParallelLayout, build_rollout_groups
 from rft_dist.testing import run_ranks
-from rft_engines import EngineError, GenerationRequest, SamplingParams, gather_and_generate
+from rft_engines import EngineConfig, EngineError, GenerationRequest, SamplingParams, gather_and_generate
 from rft_engines.testing import ScriptedEngine
 
 VOCABULARY = 50
@@ -71,6 +71,29 @@ def failing_rank(rank, world_size, mode):
 def test_an_error_on_one_rank_reaches_its_group(mode, words):
     results = run_ranks(failing_rank, 2, mode, timeout_seconds=60)
     assert all(result is not None and words in result[1] for result in results), results
+
+
+def seeded_rank(rank, world_size, seed):
+    groups = build_rollout_groups(ParallelLayout(world_size, 2), timeout_seconds=30)
+    config = EngineConfig(model_path="unused", tp_size=2, seed=seed)
+    engine_seed = groups.layout.engine_seed(config.seed)
+    # Flat logits: tokens are the random numbers.
+    engine = ScriptedEngine(lambda request, index, tokens: [0.0] * VOCABULARY, vocab_size=VOCABULARY, seed=engine_seed)
+    requests = [GenerationRequest((5,))] if groups.layout.tp_rank == 0 else []
+    generated = engine.generate([GenerationRequest((5,))], SamplingParams(max_new_tokens=16))
+    shared = gather_and_generate(engine, requests, SamplingParams(max_new_tokens=16), groups)
+    groups.close()
+    return engine_seed, generated[0].token_ids, len(shared)
+
+
+@pytest.mark.parametrize("seed", [7, None])
+def test_seeds_are_equal_in_a_group_and_differ_between_groups(seed):
+    results = run_ranks(seeded_rank, 4, seed, timeout_seconds=90)
+    first = seed or 0
+    assert [engine_seed for engine_seed, _, _ in results] == [first, first, first + 1, first + 1]
+    tokens = [tokens for _, tokens, _ in results]
+    assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
+    assert [count for _, _, count in results] == [1, 0, 1, 0]
 
 
 def test_without_groups_nothing_is_sent():

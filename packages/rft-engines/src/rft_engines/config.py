@@ -24,7 +24,7 @@ class EngineConfig:
         kv_cache_bytes: size of the KV cache. The reproducible choice for vLLM; hf takes 4 GiB when None. SGLang counts
             tokens instead: give options={"max_total_tokens": ...} there.
         max_rows: samples decoded together at most; None takes the engine's own default (hf: 64).
-        seed: base seed; ranks of one engine must agree on it.
+        seed: base seed, the same on all ranks; None counts as 0.
         enable_sleep: build the engine so that sleep frees memory.
         load_weights: False starts without reading the checkpoint; a weight update must then come first.
         device: where hf puts the model; None leaves a module where it is and loads a folder on the CPU.
@@ -39,7 +39,7 @@ class EngineConfig:
     memory_utilization: float = 0.5
     kv_cache_bytes: int | None = None
     max_rows: int | None = None
-    seed: int = 0
+    seed: int | None = 0
     enable_sleep: bool = False
     load_weights: bool = True
     device: str | None = None
@@ -59,7 +59,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"EngineConfig.{name}={value!r}: give at least 1")
-        if self.seed < 0:
+        if self.seed is None:
+            object.__setattr__(self, "seed", 0)
+        elif self.seed < 0:
             raise ValueError(f"EngineConfig.seed={self.seed!r}: give 0 or above")
         if self.kind != "hf" and not self.model_path:
             raise ValueError(

@@ -41,7 +41,7 @@ def create_engine(
             f"number, and build the groups first where it is above 1"
         )
     if config.kind == "hf":
-        seed = groups.layout.engine_seed(config.seed) if groups is not None else config.seed
+        seed = groups.layout.engine_seed(config.seed) if groups is not None else config.seed or 0
         return _hf_engine(config, seed, model, tokenizer)
     if model is not None:
         raise UnsupportedCombinationError(

@@ -61,7 +61,7 @@ class SGLangEngine(ManagedEngine):
         super().__init__(weights_loaded=config.load_weights)
         self._group = groups.tp_cpu if groups is not None and groups.layout.engine_tp_size > 1 else None
         self._leads = groups is None or groups.layout.tp_rank == 0
-        self._seed = groups.layout.engine_seed(config.seed) if groups is not None else config.seed
+        self._seed = groups.layout.engine_seed(config.seed) if groups is not None else config.seed or 0
         self._contract = sleep_contract("sglang")
         self._may_sleep = config.enable_sleep
         self._tokenizer = has_tokenizer(config.model_path)

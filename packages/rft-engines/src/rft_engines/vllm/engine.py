@@ -64,7 +64,7 @@ class VLLMEngine(ManagedEngine):
         self._on_cpu = current_platform.is_cpu()
         self._sleep_mode = config.enable_sleep and not self._on_cpu
         self._may_sleep = config.enable_sleep or self._on_cpu
-        self._seed = groups.layout.engine_seed(config.seed) if groups is not None else config.seed
+        self._seed = groups.layout.engine_seed(config.seed) if groups is not None else config.seed or 0
         self._shares_process_group = dist.is_initialized()
         launched = self._shares_process_group or "RANK" in os.environ
         arguments = engine_arguments(config, seed=self._seed, launched=launched, on_cpu=self._on_cpu)

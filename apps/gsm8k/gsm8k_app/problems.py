@@ -25,7 +25,7 @@ CHAINS: dict[int, tuple[tuple[Operation, ...], ...]] = {
     2: (("add", "add"), ("add", "take"), ("take", "add"), ("take", "take"), ("times", "add"), ("times", "take")),
 }
 SMALLEST, LARGEST = 2, 9
-LARGEST_START = 20
+LARGEST_START = 10
 TEST_SHARE = 5  # one in five (template, numbers) pairs belongs to test
 
 
@@ -89,7 +89,7 @@ def split_of(template: Template, numbers: Sequence[int]) -> Split:
     return "test" if hashlib.sha256(key.encode()).digest()[0] % TEST_SHARE == 0 else "train"
 
 
-def generate(split: Split, count: int, seed: int, steps: Sequence[int] = (1, 2)) -> list[Problem]:
+def generate(split: Split, count: int, seed: int, steps: Sequence[int] = (1, 1, 2)) -> list[Problem]:
     """`count` different problems of a split; the number of steps goes round through `steps`.
 
     The same arguments give the same problems, and a larger `count` only appends.

@@ -26,7 +26,8 @@ def quickstart() -> RFTConfig:
         actor_learning_rate=1e-4,
         freeze=("model.embed_tokens", *(f"model.layers.{layer}." for layer in range(18))),
         share_prompts=True,
-        max_steps=8,
+        temperature=0.6,
+        max_steps=10,
         output_dir=Path("runs/gsm8k-quickstart"),
     )
 

@@ -1,5 +1,6 @@
 """The documented Strategy surface: one object for apps that delegates to the backend, the groups and the engine."""
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -75,6 +76,8 @@ class Strategy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Sharded modules hold process groups; one that outlives its group can end the process at exit.
+        gc.collect()
         self._stack.__exit__(kind, error, trace)
 
     @property

@@ -23,11 +23,11 @@ def quickstart() -> RFTConfig:
         rollout_batch_size=8,
         n_samples_per_prompt=8,
         micro_train_batch_size=16,
-        actor_learning_rate=1e-4,
+        actor_learning_rate=3e-5,
         freeze=("model.embed_tokens", *(f"model.layers.{layer}." for layer in range(18))),
         share_prompts=True,
-        temperature=0.6,
-        max_steps=10,
+        temperature=0.7,
+        max_steps=14,
         output_dir=Path("runs/gsm8k-quickstart"),
     )
 

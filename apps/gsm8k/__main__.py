@@ -48,6 +48,8 @@ def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
     scoring = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
     policy = Actor(load_causal_model(inputs.model_folder), **scoring)
     policy.freeze(config.freeze)
+    if config.gradient_checkpointing:
+        policy.checkpoint_activations()
     actor = strategy.prepare(policy)
     initial_model = None
     if config.init_kl_coef > 0:

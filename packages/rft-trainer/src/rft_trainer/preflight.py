@@ -9,7 +9,7 @@ from pathlib import Path
 from rft_dist import ParallelLayout, TorchrunEnvironment
 from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_aggregation_mode, check_kl_kind
 from rft_trainer.config import RFTConfig
-from rft_trainer.errors import ConfigurationError
+from rft_trainer.errors import ConfigurationError, UnsupportedCombination
 from rft_trainer.models.loading import check_model_folder
 
 RUN_MARKER = "config.json"
@@ -38,6 +38,7 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
         lambda: check_aggregation_mode(config.loss_aggregation),
         lambda: _check_extras(config),
         lambda: _check_required(config),
+        lambda: _check_offload(config),
         lambda: check_output(config),
     ]
     if config.pretrain is not None:
@@ -47,7 +48,7 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
     for check in checks:
         try:
             check()
-        except ValueError as problem:
+        except (ValueError, NotImplementedError) as problem:
             problems.append(str(problem))
     if problems:
         raise ConfigurationError("\n".join(problems))
@@ -88,6 +89,13 @@ def _check_extras(config: RFTConfig) -> None:
                 f"{feature} needs the extra {extra!r}: add `--extra {extra}` to `uv run`, or "
                 f"`pip install 'rft-trainer[{extra}]'`, {otherwise}"
             )
+
+
+def _check_offload(config: RFTConfig) -> None:
+    if config.adam_offload and config.fsdp:
+        raise UnsupportedCombination("adam_offload and FSDP2 do not work together: leave out --fsdp, or --adam_offload")
+    if config.adam_offload and config.zero_stage == 0:
+        raise UnsupportedCombination("adam_offload and ZeRO stage 0 do not work together: use --zero_stage 1, 2 or 3")
 
 
 def _check_required(config: RFTConfig) -> None:

@@ -52,13 +52,17 @@ def test_scores_equal_full_logits_in_every_layout(folder, kind, temperature):
         assert scores.log_probs[row, count:].tolist() == [0.0] * (rows.mask.shape[1] - count)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_gradient_equals_that_of_full_logits_in_every_layout(folder, kind):
+def test_gradient_equals_that_of_full_logits_in_every_layout(folder, kind, recompute):
     weights = torch.tensor([1.0, 2.0, -1.5, 0.5, 3.0])
     plain = load_causal_model(folder)
     torch.stack([w * scores.sum() for w, (scores, _) in zip(weights, naive(plain), strict=True)]).sum().backward()
     scored = load_causal_model(folder)
-    (Actor(scored)(layout(kind)).log_probs * weights[:, None]).sum().backward()
+    actor = Actor(scored).train()
+    if recompute:
+        actor.checkpoint_activations()
+    (actor(layout(kind)).log_probs * weights[:, None]).sum().backward()
     for (name, expected), (_, got) in zip(plain.named_parameters(), scored.named_parameters(), strict=True):
         assert torch.allclose(got.grad, expected.grad, atol=1e-4), name
 

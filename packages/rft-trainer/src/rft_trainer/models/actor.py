@@ -81,6 +81,11 @@ class Actor(nn.Module):
         """
         return freeze_prefixes(self.model, prefixes)
 
+    def checkpoint_activations(self) -> None:
+        """Keep only the inputs of each block in forward and compute the rest again in backward."""
+        # Non-reentrant, because frozen lower blocks leave the first inputs without a gradient.
+        cast(Any, self.model).gradient_checkpointing_enable({"use_reentrant": False})
+
     @property
     def config(self) -> Any:
         """The Hugging Face configuration."""

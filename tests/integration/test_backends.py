@@ -86,7 +86,7 @@ def train(rank, world, folder, kind, micro, steps, max_norm, poison_step):
 @pytest.mark.parametrize(("world", "micro"), [(2, 1), (2, 4)])
 def test_gradient_and_steps_equal_one_big_batch(folder, kind, world, micro):
     norms, weights = plain(folder, optimizer(0.05), steps=2)
-    for reports, got in run_ranks(train, world, folder, kind, micro, 2, 0.05, None, timeout_seconds=240):
+    for reports, got in run_ranks(train, world, folder, kind, micro, 2, 0.05, None, timeout_seconds=500):
         assert [r.grad_norm for r in reports] == pytest.approx(norms, rel=1e-5)
         assert not any(r.skipped for r in reports)
         for name in NAMES:
@@ -96,7 +96,7 @@ def test_gradient_and_steps_equal_one_big_batch(folder, kind, world, micro):
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_a_nan_on_one_rank_skips_the_step_on_all(folder, kind):
     norms, weights = plain(folder, optimizer(0.0), steps=1)
-    for reports, got in run_ranks(train, 2, folder, kind, 2, 2, 0.0, 0, timeout_seconds=240):
+    for reports, got in run_ranks(train, 2, folder, kind, 2, 2, 0.0, 0, timeout_seconds=500):
         assert [r.skipped for r in reports] == [True, False]
         assert reports[1].grad_norm == pytest.approx(norms[0], rel=1e-5)
         for name in NAMES:

@@ -88,7 +88,7 @@ def train(rank, world, settings):
 
 
 def run(world, settings):
-    return run_ranks(train, world, settings, timeout_seconds=300)
+    return run_ranks(train, world, settings, timeout_seconds=500)
 
 
 def assert_same(results, reference, *, exact=False):

@@ -6,6 +6,7 @@ Reads from top to bottom: flags, checks on every rank, process groups, models, e
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 
 from gsm8k_app.inputs import Inputs, prepare_inputs
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank = str(environment.rank)
         preflight(config, environment)
         quieten_transformers()
+        # torch warns of its own calls: FSDP2 and DeepSpeed still use collectives that torch 2.13 renames.
+        warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
         inputs = prepare_inputs(config)
         with get_strategy(config).setup_distributed() as strategy:
             strategy.on_main(lambda: claim_output(config))

@@ -1,8 +1,9 @@
 """A plain PyTorch training loop that keeps an engine up to date with rft-sync and nothing else.
 
-    python apps/sync_only                                   one process
-    torchrun --nproc_per_node 2 apps/sync_only              FSDP2 over two processes
-    torchrun --nproc_per_node 1 apps/sync_only --vllm DIR   a checkpoint folder trained, vLLM as the engine
+    python apps/sync_only                              one process
+    torchrun --nproc_per_node 2 apps/sync_only         FSDP2 over two processes
+    torchrun --nproc_per_node 1 apps/sync_only --engine_type vllm --pretrain DIR
+                                                       a checkpoint folder trained, vLLM as the engine
 
 The model learns to continue `a, b, a+b mod 10, ...`. The engine is a second module that only ever gets weights from the
 broadcast; its greedy answers show that they arrive.
@@ -11,7 +12,9 @@ broadcast; its greedy answers show that they arrive.
 import argparse
 import copy
 import gc
+import json
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,8 @@ from torch import Tensor, nn
 from rft_sync import BroadcastManager
 
 DIGITS = 10
+RECIPES = {"sums": (40, 10), "quick": (10, 5)}
+"""Optimiser steps, and how many lie between two broadcasts."""
 
 
 class SumModel(nn.Module):
@@ -50,8 +55,11 @@ def answer(engine: nn.Module, first: int, second: int, length: int) -> list[int]
     return digits
 
 
-def train(steps: int, every: int, seed: int) -> float:
-    """Train, broadcast every `every` steps, and return the engine's share of right answers."""
+def train(steps: int, every: int, seed: int, reports: Path | None) -> float:
+    """Train, broadcast every `every` steps, and return the engine's share of right answers.
+
+    `reports` gets a JSON line for each broadcast.
+    """
     torch.manual_seed(seed)
     model: nn.Module = SumModel()
     engine = copy.deepcopy(model)
@@ -76,6 +84,10 @@ def train(steps: int, every: int, seed: int) -> float:
             if int(os.environ.get("RANK", "0")) == 0:
                 print(f"step {step} loss {loss.item():.4f} engine right {right:.2f} {answer(engine, 1, 1, 8)}")
                 print(f"  {report}")
+                if reports is not None:
+                    line = {"step": step, "loss": loss.item(), "right": right, "version": report.version}
+                    with reports.open("a") as stream:
+                        stream.write(json.dumps({**line, "tensors": report.tensors_loaded}) + "\n")
     return right
 
 
@@ -104,17 +116,27 @@ def train_into_vllm(folder: str, steps: int) -> None:
 def main() -> None:
     """Parse flags and run."""
     parser = argparse.ArgumentParser(prog="sync_only", description="Train, and broadcast weights into an engine.")
-    parser.add_argument("--steps", type=int, default=40, help="optimiser steps")
-    parser.add_argument("--every", type=int, default=10, help="broadcast every so many steps")
+    parser.add_argument("--recipe", choices=sorted(RECIPES), default="sums", help="steps and broadcasts")
+    parser.add_argument("--max_steps", type=int, help="optimiser steps, in place of the recipe's")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model")
-    parser.add_argument("--vllm", metavar="DIR", help="train this checkpoint folder, with vLLM as the engine")
+    parser.add_argument("--output_dir", type=Path, help="write reports.jsonl here")
+    parser.add_argument("--engine_type", choices=("module", "vllm"), default="module", help="what is kept up to date")
+    parser.add_argument("--pretrain", metavar="DIR", help="checkpoint folder to train, for --engine_type vllm")
     arguments = parser.parse_args()
+    steps, every = RECIPES[arguments.recipe]
+    steps = arguments.max_steps or steps
+    if arguments.engine_type == "vllm" and arguments.pretrain is None:
+        parser.error("--engine_type vllm needs --pretrain DIR, the folder of a checkpoint")
+    reports = None
+    if arguments.output_dir is not None:
+        arguments.output_dir.mkdir(parents=True, exist_ok=True)
+        reports = arguments.output_dir / "reports.jsonl"
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    if arguments.vllm:
-        train_into_vllm(arguments.vllm, min(arguments.steps, 3))
+    if arguments.engine_type == "vllm":
+        train_into_vllm(arguments.pretrain, min(steps, 3))
     else:
-        right = train(arguments.steps, arguments.every, arguments.seed)
+        right = train(steps, every, arguments.seed, reports)
         print(f"the engine answers {right:.0%} of all pairs rightly")
     if dist.is_initialized():
         gc.collect()  # FSDP2 modules are reference cycles that hold the group: one that outlives it aborts at exit

@@ -14,7 +14,8 @@ from gsm8k_app.recipes import RECIPES
 from gsm8k_app.rewards import gsm8k_rewards
 from gsm8k_app.summary import write_summary
 
-from rft_dist import TorchrunEnvironment
+from rft_dist import DistError, TorchrunEnvironment
+from rft_engines import EngineError
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import RFTrainerError
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with get_strategy(config).setup_distributed() as strategy:
             strategy.on_main(lambda: claim_output(config))
             train(config, inputs, strategy)
-    except (RFTrainerError, ValueError) as error:
+    except (RFTrainerError, DistError, EngineError) as error:
         for line in str(error).splitlines():
             print(f"[rank {rank}] error: {line}", file=sys.stderr)
         return 2

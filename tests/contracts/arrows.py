@@ -58,6 +58,7 @@ ALLOWANCES: Mapping[str, Allowance] = {
                 "numpy",
                 "peft",
                 "tokenizers",
+                "huggingface_hub",
                 "pyarrow",
                 "safetensors",
                 "tensorboard",

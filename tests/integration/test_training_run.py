@@ -140,6 +140,9 @@ def test_resume_is_bit_equal(folder, tmp_path, strategy):
     assert_same(resumed, unbroken, exact=True)
     with pytest.raises(CheckpointError, match="written by 2 ranks and this run has 1"):
         run(1, config(folder, tmp_path / "c", **shape, resume_from=saved))
+    other = {"fsdp": not strategy["fsdp"], "zero_stage": 1}
+    with pytest.raises(CheckpointError, match=r"was written by .* and this run trains with"):
+        run(2, config(folder, tmp_path / "e", **{**shape, **other}, resume_from=saved))
     shard = next(file for file in (saved / "shards").rglob("*") if file.is_file())
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=re.escape(shard.name)):

@@ -12,7 +12,8 @@ from rft_engines import EngineConfig
 from rft_rewards import extract_gsm8k
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import EncodedPrompt, PromptDataset, PromptRecord, RecordFields, load_records
-from rft_trainer.models import load_tokenizer
+from rft_trainer.errors import ConfigurationError
+from rft_trainer.models import checkpoint_folder, load_tokenizer
 
 Split = Literal["train", "test"]
 COUNTS: dict[Split, int] = {"train": 2048, "test": 512}
@@ -39,7 +40,8 @@ def prepare_inputs(config: RFTConfig) -> Inputs:
     """
     assert config.pretrain is not None
     assert config.dataset is not None
-    folder = str(smollm2_folder(announce=print)) if config.pretrain == SMOLLM2 else config.pretrain
+    bundled = config.pretrain == SMOLLM2
+    folder = str(smollm2_folder(announce=print)) if bundled else checkpoint_folder(config.pretrain)
     tokenizer = load_tokenizer(folder)
     held_out: Sequence[EncodedPrompt] = ()
     if config.eval_dataset is not None:
@@ -74,7 +76,16 @@ def _records(config: RFTConfig, dataset: str, split: Split) -> list[PromptRecord
         )
     if config.label_key is None or dataset == GENERATED:
         records = [replace(record, label=LABEL) for record in records]
+    _check_labels(records)
     return records
+
+
+def _check_labels(records: Sequence[PromptRecord]) -> None:
+    for record in records:
+        if record.label != LABEL:
+            raise ConfigurationError(
+                f"{record.origin}: label {record.label!r} (label_key) has no reward recipe; known: {LABEL!r}"
+            )
 
 
 def gold_answer(text: str) -> str | None:

@@ -40,6 +40,7 @@ def test_a_good_configuration_passes(good):
         ({"engine_type": "sglang"}, 1, ("SGLang", "--extra sglang")),
         ({"adam_offload": True}, 1, ("adam_offload", "FSDP2")),
         ({"adam_offload": True, "fsdp": False, "zero_stage": 0}, 1, ("adam_offload", "ZeRO stage 0")),
+        ({"resume_from": Path("/no/checkpoint")}, 1, ("/no/checkpoint", "manifest.json")),
         ({"pretrain": None}, 1, ("pretrain is not set",)),
         ({"pretrain": "/no/such/folder"}, 1, ("/no/such/folder", "no such folder")),
         ({"output_dir": Path("/proc/nothing/here")}, 1, ("/proc", "cannot be written")),

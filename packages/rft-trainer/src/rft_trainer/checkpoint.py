@@ -27,7 +27,6 @@ class TrainerState:
     weights_version: int
     world_size: int
     strategy: str
-    kl_coef: float = 0.0
     sampler: dict[str, Any] = field(default_factory=dict)
     update: dict[str, int] = field(default_factory=dict)
 
@@ -50,15 +49,15 @@ class CheckpointStore:
         """
         final = self._root / f"step_{state.step:06d}"
         partial = self._root / f".step_{state.step:06d}.partial"
-        self._on_rank_0(lambda: _fresh(partial))
+        self._on_main(lambda: _fresh(partial))
         try:
             write_shards(partial / "shards")
             torch.save(_random_state(), partial / f"random_{self._data.rank:05d}.pt")
             error: BaseException | None = None
-        except OSError as failure:
-            error = CheckpointError(f"checkpoint {final} could not be written: {failure}")
+        except Exception as failure:  # noqa: BLE001 - raised on all ranks below
+            error = CheckpointError(f"checkpoint {final} could not be written: {type(failure).__name__}: {failure}")
         self._data.together(error)
-        self._on_rank_0(lambda: self._complete(state, partial, final))
+        self._on_main(lambda: self._complete(state, partial, final))
         return final
 
     def _complete(self, state: TrainerState, partial: Path, final: Path) -> None:
@@ -68,16 +67,19 @@ class CheckpointStore:
             if file.is_file()
         }
         _write_durably(partial / MANIFEST, json.dumps({"trainer": asdict(state), "files": files}, indent=1))
+        replaced = final.with_name(f".{final.name}.replaced")
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(replaced)
         partial.rename(final)
         _write_durably(self._root / LATEST, final.name)
+        shutil.rmtree(replaced, ignore_errors=True)
 
-    def load(self, folder: Path, read_shards: Callable[[Path], None]) -> TrainerState:
+    def load(self, folder: Path, read_shards: Callable[[Path], None], *, strategy: str) -> TrainerState:
         """Check the manifest, then read this rank's share. Collective over the world.
 
         Raises:
-            CheckpointError: on all ranks, when the checkpoint is incomplete or was written by another world size.
+            CheckpointError: on all ranks, when the checkpoint is incomplete, or was written by another world size or
+                another strategy than `strategy`.
         """
         error: BaseException | None = None
         state: TrainerState | None = None
@@ -88,6 +90,10 @@ class CheckpointStore:
                     f"{folder} was written by {state.world_size} ranks and this run has {self._data.size}: "
                     "start with the same number of processes"
                 )
+            if state.strategy != strategy:
+                raise CheckpointError(
+                    f"{folder} was written by {state.strategy} and this run trains with {strategy}: use the same flags"
+                )
         except CheckpointError as failure:
             error = failure
         self._data.together(error)
@@ -96,15 +102,16 @@ class CheckpointStore:
         _restore_random_state(torch.load(folder / f"random_{self._data.rank:05d}.pt", weights_only=True))
         return state
 
-    def _on_rank_0(self, action: Callable[[], None]) -> None:
-        """Run on rank 0, then let every rank go on or fail together. Collective over the world."""
-        error: BaseException | None = None
-        if self._data.rank == 0:
+    def _on_main(self, action: Callable[[], None]) -> None:
+        """Run on rank 0; what cannot be written is a CheckpointError on every rank. Collective over the world."""
+
+        def guarded() -> None:
             try:
                 action()
             except OSError as failure:
-                error = CheckpointError(f"checkpoint under {self._root} could not be written: {failure}")
-        self._data.together(error)
+                raise CheckpointError(f"checkpoint under {self._root} could not be written: {failure}") from failure
+
+        self._data.on_main(guarded)
 
 
 def read_manifest(folder: Path) -> TrainerState:
@@ -122,12 +129,6 @@ def read_manifest(folder: Path) -> TrainerState:
         if not file.is_file() or file.stat().st_size != facts["bytes"] or _sha256(file) != facts["sha256"]:
             raise CheckpointError(f"{file} is missing or differs from the manifest: the checkpoint is damaged")
     return TrainerState(**content["trainer"])
-
-
-def newest_checkpoint(root: Path) -> Path | None:
-    """The folder that `latest` names, None when there is no checkpoint yet."""
-    latest = root / LATEST
-    return root / latest.read_text().strip() if latest.is_file() else None
 
 
 def _fresh(folder: Path) -> None:

@@ -2,14 +2,15 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial as partial_call
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from rft_dist import raise_together
+from rft_dist import run_on_first_rank
 from rft_sync import ParameterSource, ParamMeta, plan_buckets, source_for
 from rft_trainer.errors import CheckpointError
 from rft_trainer.strategy.protocols import TrainState
@@ -35,17 +36,15 @@ def export_model(
     state.release_gathered()
     source = source_for(state.checkpoint_module)
     metadata = [meta for meta in source.metadata() if meta.alias_of is None]
-    writing = dist.get_rank() == 0
     partial = folder.with_name(f".{folder.name}.partial")
     files: dict[str, str] = {}
-    _agreed(lambda: _prepare(partial), writing, folder, group)
+    _on_main(lambda: _prepare(partial), folder, group)
     for number, names, tensors in _files(source, metadata, max_file_bytes):
         name = f"model-{number:05d}.safetensors"
-        _agreed(lambda name=name, tensors=tensors: _save(partial / name, tensors), writing, folder, group)
+        _on_main(partial_call(_save, partial / name, tensors), folder, group)
         files.update(dict.fromkeys(names, name))
-    _agreed(
-        lambda: _finish(partial, folder, state.checkpoint_module, tokenizer, files, metadata), writing, folder, group
-    )
+    network = state.checkpoint_module
+    _on_main(lambda: _finish(partial, folder, network, tokenizer, files, metadata), folder, group)
 
 
 def _files(
@@ -61,15 +60,16 @@ def _files(
         yield bucket.index + 1, names, tensors
 
 
-def _agreed(action: Any, writing: bool, folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Run on rank 0, then go on or fail together. Collective over `group`."""
-    error: BaseException | None = None
-    if writing:
+def _on_main(action: Callable[[], None], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Run on rank 0; what cannot be written is a CheckpointError on every rank. Collective over `group`."""
+
+    def guarded() -> None:
         try:
             action()
         except OSError as failure:
-            error = CheckpointError(f"model folder {folder} could not be written: {failure}")
-    raise_together(error, group)
+            raise CheckpointError(f"model folder {folder} could not be written: {failure}") from failure
+
+    run_on_first_rank(guarded, group)
 
 
 def _prepare(partial: Path) -> None:

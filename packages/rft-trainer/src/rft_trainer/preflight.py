@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rft_dist import ParallelLayout, TorchrunEnvironment
 from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_aggregation_mode, check_kl_kind
+from rft_trainer.checkpoint import MANIFEST
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
 from rft_trainer.models.loading import check_model_folder
@@ -39,6 +40,7 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
         lambda: _check_extras(config),
         lambda: _check_required(config),
         lambda: _check_offload(config),
+        lambda: _check_resume(config),
         lambda: check_output(config),
     ]
     if config.pretrain is not None:
@@ -89,6 +91,13 @@ def _check_extras(config: RFTConfig) -> None:
                 f"{feature} needs the extra {extra!r}: add `--extra {extra}` to `uv run`, or "
                 f"`pip install 'rft-trainer[{extra}]'`, {otherwise}"
             )
+
+
+def _check_resume(config: RFTConfig) -> None:
+    if config.resume_from is not None and not (config.resume_from / MANIFEST).is_file():
+        raise ConfigurationError(
+            f"resume_from is {config.resume_from}: no {MANIFEST} there; give a folder checkpoints/step_NNNNNN of a run"
+        )
 
 
 def _check_offload(config: RFTConfig) -> None:

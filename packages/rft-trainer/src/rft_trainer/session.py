@@ -17,7 +17,16 @@ from rft_trainer.experience.experience import Collator, Experience
 from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
 from rft_trainer.preflight import RUN_MARKER
-from rft_trainer.report import Column, Console, JsonlLogger, MetricLogger, Rollout, RolloutWriter, TensorBoardLogger
+from rft_trainer.report import (
+    Column,
+    Console,
+    JsonlLogger,
+    LoggerGroup,
+    MetricLogger,
+    Rollout,
+    RolloutWriter,
+    TensorBoardLogger,
+)
 from rft_trainer.strategy import Strategy, TrainState
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.ppo import PPOTrainer
@@ -55,7 +64,11 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
     checkpoints = CheckpointStore(config.output_dir / "checkpoints", data)
     resumed: TrainerState | None = None
     if config.resume_from is not None:
-        resumed = checkpoints.load(config.resume_from, lambda folder: strategy.load_checkpoint(actor, folder))
+        resumed = checkpoints.load(
+            config.resume_from,
+            lambda folder: strategy.load_checkpoint(actor, folder),
+            strategy=strategy.backend.name,
+        )
     main = data.rank == 0
     trainer = PPOTrainer(
         config=config,
@@ -77,10 +90,9 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
             top_k=config.top_k,
             max_new_tokens=config.generate_max_len,
         ),
-        loggers=_loggers(config, None if resumed is None else resumed.step) if main else (),
+        logger=LoggerGroup(_loggers(config, None if resumed is None else resumed.step) if main else ()),
         progress=Console(enabled=main, columns=STEP_COLUMNS),
         keep_rollouts=_rollout_keeper(config, data.rank),
-        strategy_name=strategy.backend.name,
     )
     if resumed is not None:
         trainer.resume(resumed)

@@ -8,6 +8,8 @@ import torch
 
 from rft_trainer.errors import ConfigurationError
 
+_HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+
 
 def check_model_folder(pretrain: str) -> None:
     """Raise ConfigurationError when `pretrain` is a path that holds no model; hub ids are left to transformers."""
@@ -25,6 +27,27 @@ def check_model_folder(pretrain: str) -> None:
             f"pretrain is {pretrain!r}: no *.safetensors there; save the model with save_pretrained first"
         )
     _check_json(folder / "config.json")
+
+
+def checkpoint_folder(pretrain: str, *, cache_dir: Path | None = None) -> str:
+    """The local folder of a checkpoint: `pretrain` itself, or the snapshot of a hub id, fetched when it is not cached.
+
+    Raises:
+        ConfigurationError: the folder holds no model, or the hub id can neither be fetched nor found in the cache.
+    """
+    check_model_folder(pretrain)
+    if Path(pretrain).expanduser().is_dir():
+        return str(Path(pretrain).expanduser())
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return str(snapshot_download(pretrain, allow_patterns=list(_HUB_FILES), cache_dir=cache_dir))
+    except (OSError, HFValidationError, HfHubHTTPError) as error:
+        raise ConfigurationError(
+            f"pretrain is {pretrain!r}: no folder, and the model hub does not give it ({_first_line(error)}); "
+            "give a Hugging Face model folder, or the id of a model that this machine can reach"
+        ) from error
 
 
 def _check_json(file: Path) -> None:

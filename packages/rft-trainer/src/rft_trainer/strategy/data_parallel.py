@@ -1,13 +1,13 @@
 """The trainer's collectives, by rft-dist."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rft_dist import all_reduce_metrics, balanced_micro_batches, raise_together
+from rft_dist import all_reduce_metrics, balanced_micro_batches, raise_together, run_on_first_rank
 
 
 class WorldDataParallel:
@@ -42,6 +42,10 @@ class WorldDataParallel:
         largest = torch.tensor(value)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         return int(largest)
+
+    def on_main(self, action: Callable[[], None]) -> None:
+        """Run on rank 0; its error is raised on every rank. Collective over the world."""
+        run_on_first_rank(action, self._group)
 
     def together(self, error: BaseException | None) -> None:
         """Raise the first rank's error on all ranks. Collective over the world."""

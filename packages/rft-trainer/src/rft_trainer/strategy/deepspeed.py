@@ -28,10 +28,9 @@ class DeepspeedBackend:
     lives on the host (stages 1 to 3).
     """
 
-    name = "deepspeed"
-
     def __init__(self, device: torch.device, *, stage: int, bf16: bool = False, adam_offload: bool = False) -> None:
         self._device = device
+        self.name = f"deepspeed zero {stage}"
         self._stage = stage
         self._bf16 = bf16
         self._adam_offload = adam_offload

@@ -149,7 +149,7 @@ class Strategy:
         self._runtime = EngineRuntime(
             made, self.groups, enable_sleep=self.config.enable_engine_sleep, max_lag=self.config.max_weight_lag
         )
-        self._stack.callback(made.close)
+        self._stack.callback(self._runtime.close)
         return self._runtime
 
     def gather_and_generate(self, requests: list[GenerationRequest], sampling: SamplingParams) -> list[Generation]:
@@ -202,13 +202,7 @@ class Strategy:
 
     def on_main(self, action: Callable[[], None]) -> None:
         """Run on rank 0 while the others wait; its error is raised on every rank. Collective over the world."""
-        error: BaseException | None = None
-        if self.data.rank == 0:
-            try:
-                action()
-            except (OSError, ValueError, RuntimeError) as failure:
-                error = failure
-        self.data.together(error)
+        self.data.on_main(action)
 
 
 class FSDPV2Strategy(Strategy):

@@ -100,6 +100,9 @@ class DataParallel(Protocol):
     def most(self, value: int) -> int:
         """Largest value over the ranks. Collective over the data group."""
 
+    def on_main(self, action: Callable[[], None]) -> None:
+        """Run on rank 0; its error is raised on every rank. Collective over the data group."""
+
     def together(self, error: BaseException | None) -> None:
         """Raise the first rank's error on all ranks, if any rank has one. Collective over the data group."""
 

@@ -94,6 +94,5 @@ class EngineRuntime:
                 self._engine.sleep()
 
     def close(self) -> None:
-        """End the engine and its groups."""
+        """End the engine."""
         self._engine.close()
-        self._groups.close()

@@ -52,10 +52,9 @@ class PPOTrainer:
     evaluator: Evaluator | None
     checkpoints: CheckpointStore
     sampling: SamplingParams
-    loggers: Sequence[MetricLogger]
+    logger: MetricLogger
     progress: Progress
     keep_rollouts: Callable[[int, Sequence[Experience]], None]
-    strategy_name: str
     finished_steps: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
 
@@ -110,8 +109,7 @@ class PPOTrainer:
         seconds = self._clock.seconds()
         metrics.update({f"perf/seconds_{name}": value for name, value in seconds.items()})
         metrics["perf/samples_per_second"] = self.config.samples_per_step / seconds["step"]
-        for logger in self.loggers:
-            logger.log(step, metrics)
+        self.logger.log(step, metrics)
         self.progress.step_line(step, metrics, total_steps=self.config.max_steps)
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -121,8 +119,7 @@ class PPOTrainer:
         with self._clock("evaluate"):
             metrics = self.evaluator.evaluate(step)
         self.evaluations[step] = metrics
-        for logger in self.loggers:
-            logger.log(step, metrics)
+        self.logger.log(step, metrics)
         shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in sorted(metrics.items()))
         self.progress.line(f"evaluation after step {step}: {shown}")
         return metrics
@@ -133,7 +130,7 @@ class PPOTrainer:
             step=self.finished_steps,
             weights_version=self.runtime.weights_version,
             world_size=self.data.size,
-            strategy=self.strategy_name,
+            strategy=self.backend.name,
             sampler=dict(self.sampler.state_dict()),
             update=self.update.state_dict(),
         )

@@ -2,15 +2,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rft_trainer.experience.batches import (
-    join_prompt_response,
-    left_pad,
-    position_ids_from_mask,
-    response_hidden,
-    right_pad,
-)
 from rft_trainer.experience.packing import pack, unpack
+from rft_trainer.models import padded_layout
 from rft_trainer.models.log_probs import chunked_log_probs
+from rft_trainer.models.padding import right_pad
 
 
 def test_layout_of_a_packed_batch():
@@ -112,25 +107,13 @@ def test_packed_and_padded_rows_give_the_numbers_of_single_rows(model):
         assert packed_mask.equal(mask)
         assert_close(packed, expected, atol=1e-4, rtol=0)
 
-    ids, attention, response_mask = join_prompt_response(prompts, responses, 0)
-    for extra in (0, 3):
-        wide_ids, wide_mask = (torch.nn.functional.pad(cells, (extra, 0)) for cells in (ids, attention))
+    for side in ("left", "right"):
+        layout = padded_layout(prompts, responses, 0, side=side)
         hidden = model(
-            input_ids=wide_ids,
-            attention_mask=wide_mask,
-            position_ids=position_ids_from_mask(wide_mask),
+            input_ids=layout.input_ids,
+            attention_mask=layout.attention_mask,
+            position_ids=layout.position_ids,
             use_cache=False,
         ).last_hidden_state
-        labels, _ = right_pad(responses, 0)
-        padded = chunked_log_probs(response_hidden(hidden, labels.shape[1]), head, labels)
-        assert_close(padded * response_mask, expected, atol=1e-4, rtol=0)
-
-    left, left_mask = left_pad(rows, 0)
-    right, right_mask = right_pad(rows, 0)
-    last = {}
-    for name, (ids, present) in {"left": (left, left_mask), "right": (right, right_mask)}.items():
-        hidden = model(
-            input_ids=ids, attention_mask=present, position_ids=position_ids_from_mask(present), use_cache=False
-        ).last_hidden_state
-        last[name] = torch.cat([hidden[row][present[row]] for row in range(3)])
-    assert_close(last["left"], last["right"], atol=1e-4, rtol=0)
+        padded = chunked_log_probs(hidden.flatten(0, 1)[layout.predictors], head, layout.labels)
+        assert_close(padded * layout.mask, expected, atol=1e-4, rtol=0)

@@ -76,7 +76,7 @@ def test_responses_to_one_prompt_share_its_tokens():
     assert rows.attention_mask[1, 0, 7].tolist() == [True, True, False, False, False, False, True, True]
 
 
-@pytest.mark.parametrize(("side", "positions"), [("left", [0, 0, 0, 1]), ("right", [0, 1, 1, 1])])
+@pytest.mark.parametrize(("side", "positions"), [("left", [0, 0, 0, 1]), ("right", [0, 1, 0, 0])])
 def test_positions_count_real_tokens_only(side, positions):
     rows = padded_layout(
         [torch.tensor([1]), torch.tensor([1, 2, 3])], [torch.tensor([2]), torch.tensor([4])], 0, side=side

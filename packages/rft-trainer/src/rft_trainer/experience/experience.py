@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from rft_trainer.models.layout import TokenLayout, padded_layout, shared_prompt_layout
+from rft_trainer.models.padding import right_pad
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Collator:
             tensors = [getattr(e, name) for e in experiences]
             if any(t is None for t in tensors):
                 return None
-            return pad_sequence(tensors, batch_first=True).to(self.device)
+            return right_pad(tensors, 0)[0].to(self.device)
 
         loss_mask, engine = columns("response_mask"), columns("engine_log_probs")
         assert loss_mask is not None

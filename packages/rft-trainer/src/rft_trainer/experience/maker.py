@@ -12,6 +12,7 @@ from rft_trainer.algorithms import AdvantageEstimator, AdvantageInputs, Moments,
 from rft_trainer.data import EncodedPrompt
 from rft_trainer.experience.experience import Collator, Experience
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
+from rft_trainer.models.padding import right_pad
 from rft_trainer.strategy.protocols import DataParallel, RolloutRuntime
 
 
@@ -136,7 +137,7 @@ class FastExperienceMaker:
         mask = torch.zeros(0, 0, dtype=torch.bool)
         advantages = torch.zeros(0, 0)
         if experiences:
-            mask = torch.nn.utils.rnn.pad_sequence([e.response_mask for e in experiences], batch_first=True)
+            mask = right_pad([e.response_mask for e in experiences], 0)[0]
             rewards = torch.tensor([e.reward for e in experiences])
             inputs = AdvantageInputs(rewards=rewards, mask=mask, group_size=group_size)
             advantages = self._estimator(inputs).advantages

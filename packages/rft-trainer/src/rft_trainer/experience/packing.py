@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rft_trainer.experience.batches import right_pad
+from rft_trainer.models.padding import right_pad
 
 
 @dataclass(frozen=True, kw_only=True)

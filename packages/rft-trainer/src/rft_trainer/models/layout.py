@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+
+from rft_trainer.models.padding import left_pad, position_ids_from_mask, right_pad
 
 
 @dataclass(frozen=True)
@@ -46,27 +47,25 @@ def padded_layout(
         ValueError: an empty prompt, or prompts and responses differ in number.
     """
     _check(prompts, responses)
-    rows = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
-    width = max(len(row) for row in rows)
-    offsets = [width - len(row) if side == "left" else 0 for row in rows]
-    input_ids = torch.full((len(rows), width), pad_token_id)
-    attention_mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for number, (row, offset) in enumerate(zip(rows, offsets, strict=True)):
-        input_ids[number, offset : offset + len(row)] = row
-        attention_mask[number, offset : offset + len(row)] = True
+    pad = left_pad if side == "left" else right_pad
+    input_ids, attention_mask = pad([torch.cat(pair) for pair in zip(prompts, responses, strict=True)], pad_token_id)
+    width = input_ids.shape[1]
+    lengths = attention_mask.sum(dim=1).tolist()
+    offsets = [width - length if side == "left" else 0 for length in lengths]
     starts = [
         number * width + offset + len(prompt) - 1
         for number, (prompt, offset) in enumerate(zip(prompts, offsets, strict=True))
     ]
     predictors = [start + torch.arange(len(response)) for start, response in zip(starts, responses, strict=True)]
+    labels, mask = right_pad(responses, 0)
     return TokenLayout(
         input_ids=input_ids,
         attention_mask=attention_mask,
         # Positions count real tokens only, so left and right padding give the same numbers.
-        position_ids=(attention_mask.long().cumsum(-1) - 1).clamp_min(0),
-        predictors=_columns(predictors),
-        labels=_columns(responses),
-        mask=_columns([torch.ones(len(response), dtype=torch.bool) for response in responses]),
+        position_ids=position_ids_from_mask(attention_mask),
+        predictors=right_pad(predictors, 0)[0],
+        labels=labels,
+        mask=mask,
     )
 
 
@@ -87,8 +86,8 @@ def shared_prompt_layout(prompts: Sequence[Tensor], responses: Sequence[Tensor],
         else:
             runs.append([number])
     rows = [torch.cat([prompts[run[0]], *(responses[i] for i in run)]) for run in runs]
-    width = max(len(row) for row in rows)
-    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
+    input_ids, _ = right_pad(rows, pad_token_id)
+    width = input_ids.shape[1]
     # A padding token looks at itself, because a softmax over nothing is not a number; nothing looks at it.
     allowed = torch.eye(width, dtype=torch.bool).repeat(len(rows), 1, 1)
     position_ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -108,18 +107,15 @@ def shared_prompt_layout(prompts: Sequence[Tensor], responses: Sequence[Tensor],
             before[:1] = length - 1
             predictors.append(row * width + before)
             start = end
+    labels, mask = right_pad(responses, 0)
     return TokenLayout(
         input_ids=input_ids,
         attention_mask=allowed[:, None],
         position_ids=position_ids,
-        predictors=_columns(predictors),
-        labels=_columns(responses),
-        mask=_columns([torch.ones(len(response), dtype=torch.bool) for response in responses]),
+        predictors=right_pad(predictors, 0)[0],
+        labels=labels,
+        mask=mask,
     )
-
-
-def _columns(tensors: Sequence[Tensor]) -> Tensor:
-    return pad_sequence(list(tensors), batch_first=True)
 
 
 def _check(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> None:

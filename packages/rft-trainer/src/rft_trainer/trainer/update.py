@@ -23,6 +23,7 @@ from rft_trainer.experience.experience import Collator, Experience, ExperienceBa
 from rft_trainer.experience.maker import placeholder
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
 from rft_trainer.experience.replay_buffer import ReplayBuffer
+from rft_trainer.models.padding import right_pad
 from rft_trainer.strategy.protocols import DataParallel, StepReport, TrainingBackend, TrainState
 
 Metric = Mean | Max | Sum | float
@@ -106,11 +107,7 @@ class PolicyUpdate:
 
     def _one_step(self, actor: TrainState, mini_batch: list[Experience], collected: "_Collector") -> StepReport:
         batches = self._planner.plan(mini_batch)
-        masks = [
-            torch.nn.utils.rnn.pad_sequence([mini_batch[i].response_mask for i in indices], batch_first=True)
-            for indices in batches
-            if indices
-        ]
+        masks = [right_pad([mini_batch[i].response_mask for i in indices], 0)[0] for indices in batches if indices]
         local = sum((self._denominator(mask) for mask in masks), torch.zeros(()))
         # Before the first backward: every micro-batch on every rank divides by the same number.
         denominator = float(self._data.sum(local))

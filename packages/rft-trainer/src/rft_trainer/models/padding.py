@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -58,52 +58,3 @@ def position_ids_from_mask(mask: Tensor) -> Tensor:
     """[B, T] int64 positions: real tokens count 0, 1, 2, ... on either padding side; padding gets 0."""
     present = mask.bool()
     return (present.long().cumsum(dim=1) - 1).clamp(min=0) * present
-
-
-def cut_at_stop(token_ids: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, bool]:
-    """The response [n] up to its first stop token, that one included, and whether it was truncated.
-
-    Args:
-        token_ids: [t] response tokens, with or without padding behind the stop token.
-        stop_ids: all ids that end a response; models have one or several.
-
-    Returns:
-        (ids [n], truncated). Without a stop token the ids come back unchanged and truncated is True. Tokens behind the
-        first stop token are dropped, never masked in between.
-    """
-    is_stop = torch.isin(token_ids, torch.tensor(sorted(stop_ids), dtype=token_ids.dtype, device=token_ids.device))
-    hits = is_stop.nonzero()
-    return (token_ids, True) if len(hits) == 0 else (token_ids[: int(hits[0]) + 1], False)
-
-
-def join_prompt_response(
-    prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_id: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Prompts padded in front and responses padded behind, in one tensor [B, P + T].
-
-    Args:
-        prompts: token ids per row.
-        responses: token ids per row, as sampled; an empty one is allowed.
-        pad_id: fills both paddings.
-
-    Returns:
-        (input ids [B, P + T], attention mask [B, P + T] bool, response mask [B, T] bool). Column P - 1 + t of the
-        model's
-        output predicts response token t, in every row: `response_hidden` cuts it out.
-    """
-    if len(prompts) != len(responses):
-        raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses; give one response per prompt")
-    if any(len(prompt) == 0 for prompt in prompts):
-        raise ValueError("a prompt without tokens predicts no first response token; start it with the BOS token")
-    prompt_ids, prompt_mask = left_pad(prompts, pad_id)
-    response_ids, response_mask = right_pad(responses, pad_id)
-    ids = torch.cat([prompt_ids, response_ids], dim=1)
-    return ids, torch.cat([prompt_mask, response_mask], dim=1), response_mask
-
-
-def response_hidden(values: Tensor, response_length: int) -> Tensor:
-    """[B, T, ...] of the model's output [B, P + T, ...]: position t predicts response token t (T = response_length)."""
-    last = values.shape[1] - 1
-    if not 0 <= response_length <= last:
-        raise ValueError(f"{response_length} response tokens do not fit behind a prompt in {values.shape[1]} columns")
-    return values[:, last - response_length : last]

@@ -63,6 +63,8 @@ def test_the_whole_path(strategy, problems, model, tmp_path):
         assert (row["rollout/weights_version"], row["sync/version"]) == (row["step"], row["step"] + 1)
         assert row["train/gap/gap"] < 1e-4
         assert row["train/skipped_updates"] == 0
+        assert row["rollout/counts/samples"] == 16
+        assert row["rollout/counts/accuracy/missing_answer"] <= 16
         assert row["train/kl"] == pytest.approx(0, abs=1e-6) if row["step"] == 1 else row["train/kl"] >= 0
     parts = [file.read_text().splitlines() for file in folder.glob("evaluation/eval_000000*")]
     evaluated = [json.loads(line) for part in parts for line in part]

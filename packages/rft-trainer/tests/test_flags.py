@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rft_trainer.algorithms import PolicyLoss
 from rft_trainer.config import RFTConfig
 from rft_trainer.session import update_config
 
@@ -42,6 +43,13 @@ def test_the_optimiser_is_built_from(name):
 @pytest.mark.parametrize("name", UPDATE)
 def test_the_update_is_built_from(name):
     assert update_config(replace(BASE, **{name: UPDATE[name]}), 2) != update_config(BASE, 2)
+
+
+def test_a_policy_loss_keeps_its_own_clip_unless_one_is_given():
+    own = PolicyLoss.get("gspo").resolve(RFTConfig(policy_loss="gspo").loss_options())
+    assert (own["clip_low"], own["clip_high"]) == (3e-4, 4e-4)
+    given = PolicyLoss.get("ppo").resolve(RFTConfig(eps_clip=0.1).loss_options())
+    assert (given["clip_low"], given["clip_high"]) == (0.1, 0.1)
 
 
 def test_every_setting_is_read_where_something_is_built():

@@ -30,6 +30,8 @@ def test_a_good_configuration_passes(good):
     ("change", "size", "words"),
     [
         ({"engine_tp_size": 3}, 2, ("3", "2")),
+        ({"engine_tp_size": 2}, 2, ("engine_tp_size 2", "'hf'")),
+        ({"policy_loss": "reinforce", "eps_clip": 0.1}, 1, ("'reinforce'", "clip_low")),
         ({"rollout_batch_size": 3}, 2, ("rollout_batch_size is 3", "multiple of 2")),
         ({"train_batch_size": 1}, 2, ("train_batch_size is 1", "multiple of 2")),
         ({"n_samples_per_prompt": 1}, 1, ("group_norm", "n_samples_per_prompt must be >= 2, got 1")),

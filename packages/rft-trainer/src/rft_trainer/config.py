@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
+from rft_trainer.algorithms import LossOptions
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.optim import AdamWConfig, ScheduleConfig
 
@@ -121,10 +122,10 @@ class RFTConfig:
     """Name of an AdvantageEstimator."""
     policy_loss: str = "ppo"
     """Name of a PolicyLoss."""
-    eps_clip: float = 0.2
-    """Lower clip of the ratio: 1 - eps_clip."""
+    eps_clip: float | None = None
+    """Lower clip of the policy loss; none: the loss's own (0.2 for ppo)."""
     eps_clip_high: float | None = None
-    """Upper clip of the ratio: 1 + eps_clip_high; none: eps_clip."""
+    """Upper clip of the policy loss; none: eps_clip, or the loss's own."""
     loss_aggregation: str = "token-mean"
     """How token losses become one number."""
     init_kl_coef: float = 0.0
@@ -241,6 +242,11 @@ class RFTConfig:
         if self.train_batch_size is None:
             return self.max_epochs
         return self.max_epochs * (self.samples_per_step // self.train_batch_size)
+
+    def loss_options(self) -> LossOptions:
+        """The numbers of the policy loss that were set; the rest are the loss's own."""
+        high = self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+        return LossOptions(clip_low=self.eps_clip, clip_high=high)
 
     def actor_optimizer(self) -> OptimizerConfig:
         """The part that the actor's optimiser is built from."""

@@ -15,10 +15,10 @@ from rft_trainer.models.loading import check_model_folder
 
 RUN_MARKER = "config.json"
 _EXTRAS = {
-    "deepspeed": ("DeepSpeed training", "deepspeed", "or train with --fsdp"),
-    "vllm": ("the vLLM engine", "vllm", "or use --engine_type hf"),
-    "sglang": ("the SGLang engine", "sglang", "or use --engine_type hf"),
-    "tensorboard": ("TensorBoard logging", "tensorboard", "or pass --no_tensorboard"),
+    "deepspeed": ("DeepSpeed training", "rft-trainer[deepspeed]", "or train with --fsdp"),
+    "vllm": ("the vLLM engine", "rft-engines[vllm]", "or use --engine_type hf"),
+    "sglang": ("the SGLang engine", "rft-engines[sglang]", "or use --engine_type hf"),
+    "tensorboard": ("TensorBoard logging", "rft-trainer[tensorboard]", "or pass --no_tensorboard"),
 }
 
 
@@ -34,7 +34,7 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
         lambda: _check_layout(config, environment),
         lambda: _check_batches(config, environment.world_size),
         lambda: _check_estimator(config),
-        lambda: PolicyLoss.get(config.policy_loss).resolve(None),
+        lambda: PolicyLoss.get(config.policy_loss).resolve(config.loss_options()),
         lambda: check_kl_kind(config.kl_estimator),
         lambda: check_aggregation_mode(config.loss_aggregation),
         lambda: _check_extras(config),
@@ -60,6 +60,11 @@ def _check_layout(config: RFTConfig, environment: TorchrunEnvironment) -> None:
     ParallelLayout(
         environment.world_size, config.engine_tp_size, local_world_size=environment.local_world_size
     ).tp_groups()
+    if config.engine_type == "hf" and config.engine_tp_size > 1:
+        raise UnsupportedCombination(
+            f"engine_tp_size {config.engine_tp_size} and engine_type 'hf' do not work together: the embedded engine is "
+            "whole on each rank; use --engine_tp_size 1, or --engine_type vllm"
+        )
 
 
 def _check_batches(config: RFTConfig, world_size: int) -> None:
@@ -86,10 +91,10 @@ def _check_extras(config: RFTConfig) -> None:
     needed += ["tensorboard"] if config.tensorboard else []
     for module in needed:
         if importlib.util.find_spec(module) is None:
-            feature, extra, otherwise = _EXTRAS[module]
+            feature, requirement, otherwise = _EXTRAS[module]
             raise ConfigurationError(
-                f"{feature} needs the extra {extra!r}: add `--extra {extra}` to `uv run`, or "
-                f"`pip install 'rft-trainer[{extra}]'`, {otherwise}"
+                f"{feature} needs the extra {module!r}: add `--extra {module}` to `uv run`, or "
+                f"`pip install '{requirement}'`, {otherwise}"
             )
 
 

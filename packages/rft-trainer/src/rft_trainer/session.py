@@ -9,7 +9,6 @@ from torch import nn
 
 from rft_engines import SamplingParams
 from rft_rewards import RewardComputationEngine
-from rft_trainer.algorithms import LossOptions
 from rft_trainer.checkpoint import CheckpointStore, TrainerState
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import EncodedPrompt
@@ -41,7 +40,10 @@ STEP_COLUMNS = (
     Column("rollout/mixed_groups", "mixed", ".0%"),
     Column("train/gap/gap", "gap", ".1e"),
     Column("train/grad_norm", "grad", ".2f"),
-    *(Column(f"perf/seconds_{name}", f"{name} s", ".1f") for name in ("step", "generate", "rewards", "update", "sync")),
+    *(
+        Column(f"perf/seconds_{name}", f"{name} s", ".1f")
+        for name in ("step", "generate", "reference", "rewards", "update", "sync")
+    ),
 )
 
 
@@ -136,10 +138,9 @@ def _maker_and_update(
 def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
     """The update's part of the configuration, with this rank's share of the batch."""
     fixed = config.generate_max_len if config.loss_aggregation == "seq-mean-token-sum-norm" else None
-    clip_high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
     return UpdateConfig(
         policy_loss=config.policy_loss,
-        options=LossOptions(clip_low=config.eps_clip, clip_high=clip_high),
+        options=config.loss_options(),
         aggregation=config.loss_aggregation,
         fixed_length=fixed,
         kl_coef=config.init_kl_coef,

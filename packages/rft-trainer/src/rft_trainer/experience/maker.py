@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rft_dist import Sum
 from rft_engines import Generation, GenerationRequest, SamplingParams, request_seed
 from rft_rewards import RewardComputationEngine, RewardSample
 from rft_trainer.algorithms import AdvantageEstimator, AdvantageInputs, Moments, whiten
@@ -124,6 +125,10 @@ class FastExperienceMaker:
             reference=prompt.record.reference,
             label=prompt.record.label,
         )
+
+    def take_reward_counts(self) -> dict[str, Sum]:
+        """Events that the reward functions counted since the last call, such as time-outs and missing answers."""
+        return {name: Sum(float(count)) for name, count in self._rewards.take_counters().items()}
 
     def reward(self, experiences: Sequence[Experience]) -> None:
         """Fill `reward` and `scores`."""

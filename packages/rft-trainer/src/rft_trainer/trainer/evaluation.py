@@ -36,7 +36,8 @@ class Evaluator:
         self.maker.reward(experiences)
         if self.folder is not None:
             self._keep(step, experiences)
-        return self.data.reduce_metrics(evaluation_metrics(experiences))
+        counts = {f"eval/counts/{name}": count for name, count in self.maker.take_reward_counts().items()}
+        return self.data.reduce_metrics({**evaluation_metrics(experiences), **counts})
 
     def _keep(self, step: int, experiences: Sequence[Experience]) -> None:
         assert self.folder is not None

@@ -99,7 +99,8 @@ class PPOTrainer:
         with self._clock("record"):
             self.keep_rollouts(step, experiences)
         self.finished_steps = step
-        metrics = self.data.reduce_metrics({**rollout_metrics(experiences, self.sampling.n), **update})
+        counts = {f"rollout/counts/{name}": count for name, count in self.maker.take_reward_counts().items()}
+        metrics = self.data.reduce_metrics({**rollout_metrics(experiences, self.sampling.n), **update, **counts})
         metrics["sync/version"] = float(report.version)
         metrics["sync/gigabytes_per_second"] = report.gigabytes_per_second
         self._report(step, metrics)
@@ -120,7 +121,11 @@ class PPOTrainer:
             metrics = self.evaluator.evaluate(step)
         self.evaluations[step] = metrics
         self.logger.log(step, metrics)
-        shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in sorted(metrics.items()))
+        shown = "  ".join(
+            f"{name.removeprefix('eval/')} {value:.3f}"
+            for name, value in sorted(metrics.items())
+            if "/counts/" not in name
+        )
         self.progress.line(f"evaluation after step {step}: {shown}")
         return metrics
 

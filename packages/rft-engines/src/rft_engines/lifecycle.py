@@ -21,9 +21,10 @@ _TAGS = (WEIGHTS, KV_CACHE)
 class ManagedEngine(ABC):
     """Base for adapters: keeps the states, leaves the engine's own calls to hooks.
 
-    A subclass gives `contract`, `native`, `vocab_size`, `max_model_len`, `_generate`, `_release`, `_restore`,
+    A subclass gives `contract`, `native`, `_generate`, `_release`, `_restore`,
     `_drop_caches`, `_abort_running` and `_shut_down`; `_discard_unfinished` where a failed call leaves requests behind.
     The hooks are called in permitted states only.
+    Its constructor sets `_max_model_len`, `_vocab_size` and `_eos`.
     """
 
     def __init__(self, *, weights_loaded: bool = True) -> None:
@@ -51,15 +52,24 @@ class ManagedEngine(ABC):
     def native(self) -> Any:
         """See `RolloutEngine`."""
 
-    @property
-    @abstractmethod
-    def max_model_len(self) -> int | None:
-        """See `RolloutEngine`."""
+    _max_model_len: int | None = None
+    _vocab_size: int | None = None
+    _eos: tuple[int, ...] = ()
 
     @property
-    @abstractmethod
+    def max_model_len(self) -> int | None:
+        """See `RolloutEngine`."""
+        return self._max_model_len
+
+    @property
     def vocab_size(self) -> int | None:
         """Rows of the embedding table that a prompt may use, None when unknown."""
+        return self._vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sample unless `ignore_eos` is set."""
+        return self._eos
 
     @abstractmethod
     def _generate(

@@ -108,21 +108,6 @@ class HFEngine(ManagedEngine):
         model: nn.Module = self._model
         return model
 
-    @property
-    def max_model_len(self) -> int | None:
-        """See `RolloutEngine`."""
-        return self._max_model_len
-
-    @property
-    def vocab_size(self) -> int | None:
-        """See `ManagedEngine`."""
-        return self._vocab_size
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a sample unless `ignore_eos` is set."""
-        return self._eos
-
     def _rows(
         self, requests: Sequence[GenerationRequest], pictures: Sequence[Pictures | None], sampling: SamplingParams
     ) -> list[list[Row]]:

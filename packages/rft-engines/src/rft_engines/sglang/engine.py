@@ -100,21 +100,6 @@ class SGLangEngine(ManagedEngine):
         """The `sglang.Engine` on the leader, None on its peers."""
         return self._process.engine if self._process is not None else None
 
-    @property
-    def max_model_len(self) -> int | None:
-        """See `RolloutEngine`."""
-        return self._max_model_len
-
-    @property
-    def vocab_size(self) -> int | None:
-        """See `ManagedEngine`."""
-        return self._vocab_size
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids of the model config that end a sample unless `ignore_eos` is set."""
-        return self._eos
-
     # The leader calls, all ranks learn how it went.
 
     def _raise_together(self, error: Exception | None) -> None:

@@ -86,16 +86,6 @@ class ScriptedEngine(ManagedEngine):
         """What was given as `native`."""
         return self._native
 
-    @property
-    def max_model_len(self) -> int | None:
-        """See `RolloutEngine`."""
-        return self._max_model_len
-
-    @property
-    def vocab_size(self) -> int | None:
-        """See `ManagedEngine`."""
-        return self._vocab_size
-
     def _generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParams, max_steps: int | None
     ) -> list[Generation]:

@@ -92,21 +92,6 @@ class VLLMEngine(ManagedEngine):
         """The `vllm.LLM`."""
         return self._llm
 
-    @property
-    def max_model_len(self) -> int | None:
-        """See `RolloutEngine`."""
-        return self._max_model_len
-
-    @property
-    def vocab_size(self) -> int | None:
-        """See `ManagedEngine`."""
-        return self._vocab_size
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a sample unless `ignore_eos` is set."""
-        return self._eos
-
     def _native_sampling(self, sampling: SamplingParams, budget: int, seed: int) -> Any:
         from vllm import SamplingParams as NativeSampling
         from vllm.sampling_params import RequestOutputKind

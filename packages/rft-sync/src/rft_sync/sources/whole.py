@@ -51,19 +51,8 @@ class ModuleSource(CheckpointSource):
         super().__init__(inner, lambda: _export_all(inner), dtype=dtype, keep_fp32=keep_fp32)
 
 
-class FSDPSource(CheckpointSource):
-    """Weights of a module under `fully_shard` (FSDP2), HSDP and CPUOffloadPolicy included.
-
-    Local shards are cast to the engine dtype, then one all-gather per bucket makes them whole; large tensors by-pass
-    the wire buffer. Collective over the shard group of the mesh.
-
-    Args:
-        model: The module that `fully_shard` was applied to, or a wrapper of it.
-        dtype: Engine dtype, see `CheckpointSource`.
-        keep_fp32: Names never cast.
-        direct_bytes: Tensors of this size or more by-pass the wire buffer.
-        wire_bytes: Largest wire buffer.
-    """
+class _ShardedSource(CheckpointSource):
+    """What the sources of sharded weights have in common; see `FSDPSource` and `ZeroSource`."""
 
     def __init__(
         self,
@@ -85,35 +74,31 @@ class FSDPSource(CheckpointSource):
         )
 
 
-class ZeroSource(CheckpointSource):
-    """Weights of a DeepSpeed engine. Stages 1 and 2 need no communication; stage 3 gathers flat shards by bucket.
+class FSDPSource(_ShardedSource):
+    """Weights of a module under `fully_shard` (FSDP2), HSDP and CPUOffloadPolicy included.
 
-    Buckets are sized by `ds_numel`. The shards are read and never DeepSpeed's gathered state, so nothing stays
-    gathered afterwards. Collective over the engine's data-parallel group under stage 3.
+    Local shards are cast to the engine dtype, then one all-gather per bucket makes them whole; large tensors by-pass
+    the wire buffer. Collective over the shard group of the mesh.
 
     Args:
-        engine: `DeepSpeedEngine`, or a module built under `deepspeed.zero.Init`.
+        model: The module that `fully_shard` was applied to, or a wrapper of it.
         dtype: Engine dtype, see `CheckpointSource`.
         keep_fp32: Names never cast.
         direct_bytes: Tensors of this size or more by-pass the wire buffer.
         wire_bytes: Largest wire buffer.
     """
 
-    def __init__(
-        self,
-        engine: nn.Module,
-        *,
-        dtype: DtypePolicy = None,
-        keep_fp32: Sequence[str] = (),
-        direct_bytes: int = 1 << 20,
-        wire_bytes: int = 1 << 28,
-    ) -> None:
-        inner = unwrap(engine)
-        super().__init__(
-            inner,
-            lambda: _export_all(inner),
-            dtype=dtype,
-            keep_fp32=keep_fp32,
-            direct_bytes=direct_bytes,
-            wire_bytes=wire_bytes,
-        )
+
+class ZeroSource(_ShardedSource):
+    """Weights of a DeepSpeed engine. Stages 1 and 2 need no communication; stage 3 gathers flat shards by bucket.
+
+    Buckets are sized by `ds_numel`. The shards are read and never DeepSpeed's gathered state, so nothing stays
+    gathered afterwards. Collective over the engine's data-parallel group under stage 3.
+
+    Args:
+        model: `DeepSpeedEngine`, or a module built under `deepspeed.zero.Init`.
+        dtype: Engine dtype, see `CheckpointSource`.
+        keep_fp32: Names never cast.
+        direct_bytes: Tensors of this size or more by-pass the wire buffer.
+        wire_bytes: Largest wire buffer.
+    """

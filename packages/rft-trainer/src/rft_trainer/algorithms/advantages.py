@@ -21,6 +21,7 @@ from rft_trainer.algorithms.groups import (
     mean_baseline,
     norm_baseline,
 )
+from rft_trainer.algorithms.registry import Registered
 from rft_trainer.algorithms.returns import discounted_returns, gae, place_on_last_token
 from rft_trainer.algorithms.statistics import Moments, keep_masked, require_same_shape
 from rft_trainer.errors import ConfigurationError
@@ -93,7 +94,7 @@ class AdvantageOutputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageEstimator:
+class AdvantageEstimator(Registered):
     """One estimator with its facts, and the registry of all of them.
 
     Attributes:
@@ -117,7 +118,8 @@ class AdvantageEstimator:
     paper: str
     compute: Callable[[AdvantageInputs], AdvantageOutputs]
 
-    _registry: ClassVar[dict[str, AdvantageEstimator]] = {}
+    kind: ClassVar[str] = "advantage estimator"
+    _registry: ClassVar[dict[str, Registered]] = {}
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
         """Advantages [N, T] for `inputs`.
@@ -144,28 +146,6 @@ class AdvantageEstimator:
             raise ConfigurationError(f"advantage_estimator {self.name!r} needs a critic's values; none were given")
         if self.needs_teacher and not has_teacher:
             raise ConfigurationError(f"advantage_estimator {self.name!r} needs teacher_log_probs; none were given")
-
-    @classmethod
-    def register(cls, entry: AdvantageEstimator) -> AdvantageEstimator:
-        """Add an entry; a name that is taken is a ConfigurationError."""
-        if entry.name in cls._registry:
-            raise ConfigurationError(f"advantage estimator {entry.name!r} is already registered; choose another name")
-        cls._registry[entry.name] = entry
-        return entry
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """All names, sorted."""
-        return sorted(cls._registry)
-
-    @classmethod
-    def get(cls, name: str) -> AdvantageEstimator:
-        """The entry called `name`; ConfigurationError listing the names when there is none."""
-        if name not in cls._registry:
-            raise ConfigurationError(
-                f"advantage estimator {name!r} is not known; choose one of {', '.join(cls.names())}"
-            )
-        return cls._registry[name]
 
 
 def _to_go(inputs: AdvantageInputs, rewards: Tensor) -> Tensor:

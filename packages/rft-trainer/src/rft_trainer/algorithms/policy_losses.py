@@ -13,6 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from rft_trainer.algorithms import surrogates
+from rft_trainer.algorithms.registry import Registered
 from rft_trainer.algorithms.statistics import (
     MetricMax,
     MetricSum,
@@ -98,7 +99,7 @@ class LossOutputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss:
+class PolicyLoss(Registered):
     """One policy loss with its facts, and the registry of all of them.
 
     Attributes:
@@ -115,7 +116,8 @@ class PolicyLoss:
     paper: str
     compute: Callable[[surrogates.SurrogateInputs, Mapping[str, float | None]], surrogates.Surrogate]
 
-    _registry: ClassVar[dict[str, PolicyLoss]] = {}
+    kind: ClassVar[str] = "policy loss"
+    _registry: ClassVar[dict[str, Registered]] = {}
 
     def __call__(self, inputs: LossInputs, options: LossOptions | None = None) -> LossOutputs:
         """Per-token loss and metrics.
@@ -160,26 +162,6 @@ class PolicyLoss:
                 f"{', '.join(sorted(self.defaults)) or 'no option'}"
             )
         return {**self.defaults, **given}
-
-    @classmethod
-    def register(cls, entry: PolicyLoss) -> PolicyLoss:
-        """Add an entry; a name that is taken is a ConfigurationError."""
-        if entry.name in cls._registry:
-            raise ConfigurationError(f"policy loss {entry.name!r} is already registered; choose another name")
-        cls._registry[entry.name] = entry
-        return entry
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """All names, sorted."""
-        return sorted(cls._registry)
-
-    @classmethod
-    def get(cls, name: str) -> PolicyLoss:
-        """The entry called `name`; ConfigurationError listing the names when there is none."""
-        if name not in cls._registry:
-            raise ConfigurationError(f"policy loss {name!r} is not known; choose one of {', '.join(cls.names())}")
-        return cls._registry[name]
 
 
 def policy_loss(

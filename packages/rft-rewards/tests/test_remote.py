@@ -282,13 +282,18 @@ class Chat(BaseHTTPRequestHandler):
 def test_chat_judge():
     judge = JudgePrompt(template="Q: {prompt} A: {response} gold: {reference}", system="Judge.")
     samples = [RewardSample("good {x}", prompt="p", reference="g"), RewardSample("bad"), RewardSample("odd")]
+    Chat.requests.clear()
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), Chat)) as server:
         url = _url(server, "/v1/chat/completions")
         totals, _ = _score(ChatJudge(url, model="m", judge=judge, retry=QUICK), samples)
         assert totals == pytest.approx([0.8, 0.8, 0.8])  # exp(-0.223) = 0.8 of yes against 0.2 of no
-        request = Chat.requests[0]
-        assert (request["temperature"], request["logprobs"], request["model"]) == (0, True, "m")
-        assert {"role": "user", "content": "Q: p A: good {x} gold: g"} in request["messages"]
+        # Requests run at the same time, so the order of their arrival says nothing.
+        assert {(r["temperature"], r["logprobs"], r["model"]) for r in Chat.requests} == {(0, True, "m")}
+        assert sorted(r["messages"][-1]["content"] for r in Chat.requests) == [
+            "Q:  A: bad gold: ",
+            "Q:  A: odd gold: ",
+            "Q: p A: good {x} gold: g",
+        ]
         silent = ChatJudge(url, model="m", judge=judge, log_probs=False)
         totals, counters = _score(silent, samples, missing={"judge": -1.0})
         assert totals == [1.0, 0.0, -1.0]

@@ -1,0 +1,55 @@
+"""Engine and sampling of the rollouts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rft_trainer.config.ranges import below
+
+EngineType = Literal["hf", "vllm", "sglang"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """Engine and sampling of the rollouts."""
+
+    engine_type: EngineType = "hf"
+    """Rollout engine: hf is embedded and needs no extra."""
+    engine_tp_size: int = 1
+    """Ranks that share one rollout engine."""
+    engine_mem_util: float = 0.5
+    """Share of the device that vLLM or SGLang may take."""
+    enable_engine_sleep: bool = False
+    """Let the engine sleep while the actor trains."""
+    rollout_batch_size: int = 8
+    """Prompts per step, over all ranks."""
+    n_samples_per_prompt: int = 8
+    """Responses per prompt: one group."""
+    generate_max_len: int = 256
+    """Longest response in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature of training rollouts."""
+    top_p: float = 1.0
+    """Nucleus of training rollouts; 1 is off."""
+    top_k: int = 0
+    """Largest number of candidate tokens; 0 is off."""
+    max_weight_lag: int = 0
+    """Updates by which a rollout may be older than the actor."""
+
+    def _rollout_problems(self) -> list[str]:
+        problems = below(
+            self, 1, "engine_tp_size", "rollout_batch_size", "n_samples_per_prompt", "generate_max_len"
+        ) + below(self, 0, "max_weight_lag")
+        if self.temperature < 0:
+            problems.append(f"temperature is {self.temperature}: give 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            problems.append(f"top_p is {self.top_p}: give a number in (0, 1]")
+        if self.top_k < 0:
+            problems.append(f"top_k is {self.top_k}: give 0 (off) or more")
+        if not 0 < self.engine_mem_util < 1:
+            problems.append(f"engine_mem_util is {self.engine_mem_util}: give a share between 0 and 1")
+        return problems
+
+    @property
+    def samples_per_step(self) -> int:
+        """Responses of one rollout over all ranks."""
+        return self.rollout_batch_size * self.n_samples_per_prompt

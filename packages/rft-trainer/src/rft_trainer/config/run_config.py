@@ -1,0 +1,81 @@
+"""The one configuration of a run: flat, frozen, checked when it is made.
+
+Field names are the command-line flags. Units are in the names or in the comment of the field.
+"""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from rft_trainer.config.algorithm import AlgorithmOptions
+from rft_trainer.config.data import DataOptions
+from rft_trainer.config.distribution import DistributionOptions
+from rft_trainer.config.optimizer import OptimizerOptions
+from rft_trainer.config.rollout import RolloutOptions
+from rft_trainer.config.run import RunOptions
+from rft_trainer.errors import ConfigurationError
+from rft_trainer.optim import AdamWConfig, ScheduleConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """What a backend builds an optimiser from; `max_norm` 0 means that gradients are never clipped."""
+
+    adamw: AdamWConfig
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    max_norm: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RFTConfig(RunOptions, OptimizerOptions, AlgorithmOptions, RolloutOptions, DistributionOptions, DataOptions):
+    """Every setting of a run. Raises ConfigurationError naming field, value and remedy."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            *self._data_problems(),
+            *self._rollout_problems(),
+            *self._algorithm_problems(),
+            *self._optimizer_problems(),
+            *self._run_problems(),
+            *self._batch_problems(),
+        ]
+        if self.train_batch_size is None or self.train_batch_size >= 1:
+            try:
+                self.actor_optimizer()
+            except ValueError as problem:
+                problems.append(str(problem))
+        if problems:
+            raise ConfigurationError("\n".join(problems))
+
+    def _batch_problems(self) -> list[str]:
+        samples = self.samples_per_step
+        if self.train_batch_size is not None and self.train_batch_size >= 1 and samples % self.train_batch_size:
+            return [
+                f"train_batch_size is {self.train_batch_size}, which does not divide the {samples} responses of a step "
+                f"(rollout_batch_size {self.rollout_batch_size} x n_samples_per_prompt {self.n_samples_per_prompt}): "
+                "choose a divisor"
+            ]
+        return []
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser steps after one rollout."""
+        if self.train_batch_size is None:
+            return self.max_epochs
+        return self.max_epochs * (self.samples_per_step // self.train_batch_size)
+
+    def actor_optimizer(self) -> OptimizerConfig:
+        """The part that the actor's optimiser is built from."""
+        return OptimizerConfig(
+            adamw=AdamWConfig(lr=self.actor_learning_rate, betas=self.adam_betas, weight_decay=self.weight_decay),
+            schedule=ScheduleConfig(
+                kind=self.lr_scheduler,
+                warmup_steps=self.lr_warmup_steps,
+                total_steps=self.max_steps * self.updates_per_step,
+            ),
+            max_norm=self.max_norm,
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values for a JSON file, in declaration order."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v for k, v in values.items()}

@@ -306,3 +306,15 @@ def test_vllm_engine_conforms(engine, model):
     outcomes = check_engine(engine, probe, skip=[batch])
     assert len(outcomes) == len(CHECKS) - 1
     print(f"\n{len(outcomes)} conformance checks passed, left out: {batch}")
+
+
+def test_close_gives_the_memory_back(engine, model):
+    """Runs after the kit, which closes the engine."""
+    if engine.state is not EngineState.CLOSED:
+        engine.close()
+    left = device_bytes()
+    own = torch.cuda.memory_allocated()
+    print(f"\nafter close {left / MIB:.0f} MiB of the device in use, {own / MIB:.0f} MiB of them torch tensors")
+    trainer = sum(value.untyped_storage().nbytes() for value in model.state_dict().values())
+    assert own < trainer + 256 * MIB
+    assert left < trainer + 2048 * MIB, "CUDA context, kernels and workspaces"

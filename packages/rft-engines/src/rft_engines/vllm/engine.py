@@ -231,7 +231,8 @@ class VLLMEngine(ManagedEngine):
             self._llm.wake_up()
         with kept_process_group() if self._shares_process_group else nullcontext():
             self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
+        # The stepper holds the engine, too.
+        del self._llm, self._stepper
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -42,7 +42,7 @@ class Table:
 
 
 def takes(piece: Piece) -> bool:
-    """Whether the kernel can read `piece`: dense, on 16-byte boundaries, uncast or cast from fp32 to a half precision."""
+    """Whether the kernel reads `piece`: dense, on 16-byte boundaries, uncast or cast from fp32 to a half precision."""
     tensor = piece.tensor
     uncast = tensor.dtype == piece.dtype
     narrowed = tensor.dtype == torch.float32 and piece.dtype in _HALVES

@@ -33,6 +33,7 @@ UPDATE = {
     "share_prompts": True,
     "seed": 9,
 }
+ADAPTERS = {"lora_rank": 2, "lora_alpha": 3.0, "lora_targets": ("q_proj",), "seed": 9}
 
 
 @pytest.mark.parametrize("name", OPTIMIZER)
@@ -43,6 +44,13 @@ def test_the_optimiser_is_built_from(name):
 @pytest.mark.parametrize("name", UPDATE)
 def test_the_update_is_built_from(name):
     assert update_config(replace(BASE, **{name: UPDATE[name]}), 2) != update_config(BASE, 2)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_are_built_from(name):
+    base = replace(BASE, lora_rank=4)
+    other = replace(base, **{name: ADAPTERS[name]})
+    assert other.adapters(other.seed) != base.adapters(base.seed)
 
 
 def test_a_policy_loss_keeps_its_own_clip_unless_one_is_given():
@@ -60,7 +68,7 @@ def test_every_setting_is_read_where_something_is_built():
     unread = [
         item.name
         for item in fields(RFTConfig)
-        if item.name not in {*OPTIMIZER, *UPDATE}
+        if item.name not in {*OPTIMIZER, *UPDATE, *ADAPTERS}
         and f"config.{item.name}" not in text
         and f"args.{item.name}" not in text
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from rft_trainer.config.algorithm import AlgorithmOptions
 from rft_trainer.config.data import DataOptions
 from rft_trainer.config.distribution import DistributionOptions
+from rft_trainer.config.lora import LoRAOptions
 from rft_trainer.config.optimizer import OptimizerOptions
 from rft_trainer.config.rollout import RolloutOptions
 from rft_trainer.config.run import RunOptions
@@ -26,7 +27,9 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RFTConfig(RunOptions, OptimizerOptions, AlgorithmOptions, RolloutOptions, DistributionOptions, DataOptions):
+class RFTConfig(
+    RunOptions, OptimizerOptions, LoRAOptions, AlgorithmOptions, RolloutOptions, DistributionOptions, DataOptions
+):
     """Every setting of a run. Raises ConfigurationError naming field, value and remedy."""
 
     def __post_init__(self) -> None:
@@ -35,8 +38,10 @@ class RFTConfig(RunOptions, OptimizerOptions, AlgorithmOptions, RolloutOptions, 
             *self._rollout_problems(),
             *self._algorithm_problems(),
             *self._optimizer_problems(),
+            *self._lora_problems(),
             *self._run_problems(),
             *self._batch_problems(),
+            *self._adapter_problems(),
         ]
         if self.train_batch_size is None or self.train_batch_size >= 1:
             try:
@@ -53,6 +58,14 @@ class RFTConfig(RunOptions, OptimizerOptions, AlgorithmOptions, RolloutOptions, 
                 f"train_batch_size is {self.train_batch_size}, which does not divide the {samples} responses of a step "
                 f"(rollout_batch_size {self.rollout_batch_size} x n_samples_per_prompt {self.n_samples_per_prompt}): "
                 "choose a divisor"
+            ]
+        return []
+
+    def _adapter_problems(self) -> list[str]:
+        if self.lora_rank and self.freeze:
+            return [
+                f"freeze is {list(self.freeze)} and lora_rank is {self.lora_rank}: adapters freeze all weights; "
+                "leave out freeze, and choose the adapted layers by lora_targets"
             ]
         return []
 

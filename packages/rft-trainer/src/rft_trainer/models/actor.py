@@ -1,6 +1,6 @@
 """The Actor: a Hugging Face causal model that returns log-probabilities of response tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from rft_trainer.errors import UnsupportedCombination
 from rft_trainer.models.layout import TokenLayout
 from rft_trainer.models.log_probs import chunked_log_probs
+from rft_trainer.models.packing import attend_packed
 from rft_trainer.optim import freeze_prefixes
 
 
@@ -53,10 +54,43 @@ class LogProbHead(nn.Linear):
         )
 
 
+def without_dropout(model: nn.Module) -> nn.Module:
+    """`model` with every dropout at 0: in training mode it scores as in evaluation, so an on-policy ratio is 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def checkpoint_blocks(model: Any) -> None:
+    """Recompute the blocks of a transformers model in backward."""
+    # Non-reentrant, because frozen lower blocks leave the first inputs without a gradient.
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def decode(decoder: Any, layout: TokenLayout, **options: Any) -> Any:
+    """The decoder's output for the rows of `layout`; its first entry is the hidden states [R, L, H]."""
+    if layout.cumulative_lengths is not None:
+        attend_packed(decoder)
+        edges, longest = layout.cumulative_lengths, layout.longest
+        options |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
+    return decoder(
+        input_ids=layout.input_ids,
+        attention_mask=layout.attention_mask,
+        position_ids=layout.position_ids,
+        use_cache=False,
+        **options,
+    )
+
+
 class Actor(nn.Module):
     """Scores tokens of given sequences under a causal language model.
 
-    `temperature`, `top_p` and `top_k` are those of the rollouts, so that an on-policy ratio is 1.
+    `temperature`, `top_p` and `top_k` are those of the rollouts, so that an on-policy ratio is 1; for the same
+    reason no dropout is left in the model.
     Raises UnsupportedCombination when the output layer is not a plain linear layer.
     """
 
@@ -70,9 +104,21 @@ class Actor(nn.Module):
             )
         # The class changes in place: the parameter, its name and its tie to the embedding stay.
         head.__class__ = LogProbHead
-        self.model = model
-        # Greedy rollouts (temperature 0) have no distribution to match; they are scored at temperature 1.
-        self._scoring = {"temperature": temperature or 1.0, "top_p": top_p, "top_k": top_k or None}
+        self.model = without_dropout(model)
+        self._scoring = self.scoring_of(temperature=temperature, top_p=top_p, top_k=top_k)
+
+    @staticmethod
+    def scoring_of(*, temperature: float, top_p: float, top_k: int) -> dict[str, Any]:
+        """What is scored for rollouts with these numbers."""
+        # Engines report greedy rollouts (temperature 0) under the full distribution at temperature 1.
+        if temperature == 0:
+            return {"temperature": 1.0, "top_p": 1.0, "top_k": None}
+        return {"temperature": temperature, "top_p": top_p, "top_k": top_k or None}
+
+    @property
+    def scoring(self) -> Mapping[str, Any]:
+        """Temperature, top_p and top_k of the distribution that is scored."""
+        return self._scoring
 
     def freeze(self, prefixes: Sequence[str]) -> list[str]:
         """Fix the parameters whose checkpoint name begins with one of `prefixes`, before the model is wrapped.
@@ -83,8 +129,7 @@ class Actor(nn.Module):
 
     def checkpoint_activations(self) -> None:
         """Keep only the inputs of each block in forward and compute the rest again in backward."""
-        # Non-reentrant, because frozen lower blocks leave the first inputs without a gradient.
-        cast(Any, self.model).gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_blocks(self.model)
 
     @property
     def config(self) -> Any:
@@ -93,19 +138,13 @@ class Actor(nn.Module):
 
     def forward(self, layout: TokenLayout) -> TokenScores:
         """Score the response tokens of `layout`, [B, T]."""
-        decoder = cast(Any, self.model).get_decoder()
-        hidden = decoder(
-            input_ids=layout.input_ids,
-            attention_mask=layout.attention_mask,
-            position_ids=layout.position_ids,
-            use_cache=False,
-        )[0]
+        hidden = decode(cast(Any, self.model).get_decoder(), layout)[0]
         mask = layout.mask
         head = cast(Any, self.model).get_output_embeddings()
         log_probs, entropy = head(hidden.flatten(0, 1)[layout.predictors[mask]], layout.labels[mask], **self._scoring)
-        return TokenScores(_scatter(log_probs, mask), _scatter(entropy, mask))
+        return TokenScores(scatter_tokens(log_probs, mask), scatter_tokens(entropy, mask))
 
 
-def _scatter(flat: Tensor, mask: Tensor) -> Tensor:
+def scatter_tokens(flat: Tensor, mask: Tensor) -> Tensor:
     """[N] values into the true cells of [B, T], row by row; 0 elsewhere."""
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)

@@ -21,6 +21,7 @@ from rft_trainer.config import RFTConfig
 from rft_trainer.errors import RFTrainerError
 from rft_trainer.models import Actor, load_causal_model, quieten_transformers
 from rft_trainer.preflight import claim_output, preflight
+from rft_trainer.roles import prepare_critic, prepare_teacher
 from rft_trainer.session import Ingredients, build_trainer
 from rft_trainer.strategy import Strategy, get_strategy
 
@@ -62,6 +63,8 @@ def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
     ingredients = Ingredients(
         actor=actor,
         initial_model=initial_model,
+        critic=prepare_critic(config, strategy, inputs.model_folder),
+        teacher=prepare_teacher(config, strategy),
         tokenizer=inputs.tokenizer,
         prompts=inputs.train,
         held_out=inputs.held_out,

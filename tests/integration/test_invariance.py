@@ -35,7 +35,15 @@ AGGREGATION = ("seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean", "s
 EVERY = {
     name: {"loss_aggregation": AGGREGATION[number % len(AGGREGATION)]} for number, name in enumerate(PolicyLoss.names())
 }
+TERMS = {
+    "entropy_coef": 0.01,
+    "high_entropy_ratio": 0.5,
+    "importance_sampling": "truncate",
+    "importance_cap": 1.1,
+    "loss_aggregation": "token-mean",
+}
 CASES = [
+    *(("clip_higher", TERMS, micro, layout) for micro, layout in CORNERS),
     *((name, changes, micro, layout) for name, changes in FULL.items() for micro, layout in GRID),
     *((name, changes, micro, layout) for name, changes in EVERY.items() for micro, layout in CORNERS),
 ]

@@ -49,6 +49,7 @@ UPDATE = {
     "cpgd_drift_coef": 0.1,
     "cpgd_drift_cap": 0.1,
     "entropy_coef": 0.1,
+    "expert_balance_coef": 0.1,
     "high_entropy_ratio": 0.2,
     "value_clip": 0.1,
     "importance_sampling": "mask",

@@ -132,6 +132,7 @@ def _maker_and_update(
         planner=planner,
         collator=collator,
         score_with_actor=scores_with_actor(config),
+        count_experts=config.expert_balance_coef > 0,
         base_seed=config.seed,
     )
     update = PolicyUpdate(
@@ -150,10 +151,10 @@ def scores_with_actor(config: RFTConfig) -> bool:
     """Whether old log-probabilities are computed after the rollout.
 
     One update per rollout needs none: its own forward, detached, is the old policy. What is made before the update (the
-    divergence in the reward, distillation) needs them.
+    divergence in the reward, distillation, the choices of experts) needs them.
     """
     teaches = AdvantageEstimator.get(config.advantage_estimator).needs_teacher
-    return config.updates_per_step > 1 or config.kl_in_reward or teaches
+    return config.updates_per_step > 1 or config.kl_in_reward or teaches or config.expert_balance_coef > 0
 
 
 def credit_config(config: RFTConfig) -> CreditConfig:
@@ -190,6 +191,10 @@ def check_ingredients(config: RFTConfig, ingredients: Ingredients) -> None:
         raise ConfigurationError(
             f"init_kl_coef is {config.init_kl_coef} and no initial_model was given: give one, or 0"
         )
+    if config.expert_balance_coef > 0 and getattr(ingredients.actor.network, "experts", None) is None:
+        raise ConfigurationError(
+            f"expert_balance_coef is {config.expert_balance_coef} and the model has no experts: leave it at 0"
+        )
     scoring = getattr(ingredients.actor.network, "scoring", None)
     if scoring is None:
         return
@@ -224,6 +229,7 @@ def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
         ),
         entropy_coef=config.entropy_coef,
         high_entropy_ratio=config.high_entropy_ratio,
+        expert_balance_coef=config.expert_balance_coef,
         value_clip=config.value_clip,
         epochs=config.max_epochs,
         mini_batch_size=(config.train_batch_size or config.samples_per_step) // data_size,

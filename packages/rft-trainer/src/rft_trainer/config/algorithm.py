@@ -45,6 +45,8 @@ class AlgorithmOptions:
     """Weight of the entropy that is added to the objective."""
     high_entropy_ratio: float = 1.0
     """Share of each response's tokens, those of highest entropy, that the policy loss trains on; 1: all."""
+    expert_balance_coef: float = 0.0
+    """Weight of the load balance of a mixture of experts; 0: none."""
     loss_aggregation: str = "token-mean"
     """How token losses become one number."""
     max_epochs: int = 1
@@ -65,7 +67,7 @@ class AlgorithmOptions:
     def _algorithm_problems(self) -> list[str]:
         problems = below(
             self, 1, "max_epochs", "micro_train_batch_size", "max_tokens_per_micro_batch", "train_batch_size"
-        ) + below(self, 0, "entropy_coef", "advantage_clip")
+        ) + below(self, 0, "entropy_coef", "advantage_clip", "expert_balance_coef")
         for name in ("gamma", "gae_lambda", "high_entropy_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 problems.append(f"{name} is {getattr(self, name)}: give a number between 0 and 1")

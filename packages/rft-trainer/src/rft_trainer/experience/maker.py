@@ -45,6 +45,7 @@ class FastExperienceMaker:
         collator: batches of experiences for the models.
         score_with_actor: compute the actor's log-probabilities now; off when the only update of a rollout uses its own
             forward for them.
+        count_experts: count the choices of a mixture of experts in the same pass.
         base_seed: seed of the run; each sample's seed derives from (seed, step, prompt, sample).
     """
 
@@ -58,6 +59,7 @@ class FastExperienceMaker:
         planner: MicroBatchPlanner,
         collator: Collator,
         score_with_actor: bool,
+        count_experts: bool = False,
         base_seed: int,
     ) -> None:
         self._runtime = runtime
@@ -67,6 +69,7 @@ class FastExperienceMaker:
         self._planner = planner
         self._collate = collator
         self._score_with_actor = score_with_actor
+        self._count_experts = count_experts
         self._seed = base_seed
 
     def make(
@@ -96,16 +99,16 @@ class FastExperienceMaker:
         """
         if self._score_with_actor:
             with timer("actor_log_probs"):
-                self._score(roles.actor, experiences, "log_probs", "old_log_probs")
+                self._score(roles.actor, experiences, "old_log_probs", counts_experts=self._count_experts)
         if roles.reference is not None:
             with timer("reference"):
-                self._score(roles.reference, experiences, "log_probs", "ref_log_probs")
+                self._score(roles.reference, experiences, "ref_log_probs")
         if roles.critic is not None:
             with timer("critic_values"):
-                self._score(roles.critic, experiences, "values", "values")
+                self._score(roles.critic, experiences, "values")
         if roles.teacher is not None:
             with timer("teacher"):
-                self._score(roles.teacher, experiences, "log_probs", "teacher_log_probs")
+                self._score(roles.teacher, experiences, "teacher_log_probs")
         with timer("advantages"):
             return self._credit(experiences)
 
@@ -166,15 +169,21 @@ class FastExperienceMaker:
         self._credit.load_state_dict(state)
 
     @torch.no_grad()
-    def _score(self, model: nn.Module, experiences: Sequence[Experience], output: str, column: str) -> None:
-        """Fill a column with an output of `model` in eval mode; its mode is restored. Collective over the world."""
-        training = model.training
+    def _score(
+        self, model: nn.Module, experiences: Sequence[Experience], column: str, *, counts_experts: bool = False
+    ) -> None:
+        """Fill a column in eval mode; the model's mode is restored. Collective over the world."""
+        training, options = model.training, {"with_experts": True} if counts_experts else {}
         model.eval()
         try:
             for indices in self._planner.plan(experiences):
                 rows = [experiences[i] for i in indices] or [placeholder(experiences)]
-                scores: Tensor = getattr(model(self._collate(rows).layout), output).cpu()
+                output = model(self._collate(rows).layout, **options)
+                # The first output is the one per token: log-probabilities or values.
+                per_token: Tensor = output[0].cpu()
                 for row, index in enumerate(indices):
-                    setattr(experiences[index], column, scores[row, : len(experiences[index].response_ids)].clone())
+                    setattr(experiences[index], column, per_token[row, : len(experiences[index].response_ids)].clone())
+                    if counts_experts:
+                        experiences[index].expert_counts = output.expert_counts[row].cpu()
         finally:
             model.train(training)

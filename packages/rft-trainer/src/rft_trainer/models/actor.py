@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from rft_trainer.algorithms import expert_counts
 from rft_trainer.errors import UnsupportedCombination
 from rft_trainer.models.layout import TokenLayout
 from rft_trainer.models.log_probs import chunked_log_probs
@@ -18,10 +19,14 @@ class TokenScores(NamedTuple):
 
     log_probs: [B, T] fp32, 0 outside the mask.
     entropy: [B, T] fp32, of the distribution that was scored; 0 outside the mask.
+    router_logits: [layers * N, E] of the N response tokens in every layer with experts, when asked for.
+    expert_counts: [B, E] how often each expert was chosen for a row's response tokens, over all layers.
     """
 
     log_probs: Tensor
     entropy: Tensor
+    router_logits: Tensor | None = None
+    expert_counts: Tensor | None = None
 
 
 class LogProbHead(nn.Linear):
@@ -136,13 +141,30 @@ class Actor(nn.Module):
         """The Hugging Face configuration."""
         return self.model.config
 
-    def forward(self, layout: TokenLayout) -> TokenScores:
-        """Score the response tokens of `layout`, [B, T]."""
-        hidden = decode(cast(Any, self.model).get_decoder(), layout)[0]
-        mask = layout.mask
+    @property
+    def experts(self) -> tuple[int, int] | None:
+        """(experts, experts chosen for a token) of a mixture of experts; None for a dense model."""
+        config = self.config.get_text_config()
+        count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+        return None if not count else (int(count), int(config.num_experts_per_tok))
+
+    def forward(self, layout: TokenLayout, *, with_experts: bool = False) -> TokenScores:
+        """Score the response tokens of `layout`, [B, T]; `with_experts` adds what the balance of experts needs."""
+        decoder, mask = cast(Any, self.model).get_decoder(), layout.mask
+        output = decode(decoder, layout, **({"output_router_logits": True} if with_experts else {}))
+        hidden = output[0]
         head = cast(Any, self.model).get_output_embeddings()
         log_probs, entropy = head(hidden.flatten(0, 1)[layout.predictors[mask]], layout.labels[mask], **self._scoring)
-        return TokenScores(scatter_tokens(log_probs, mask), scatter_tokens(entropy, mask))
+        scores = TokenScores(scatter_tokens(log_probs, mask), scatter_tokens(entropy, mask))
+        return self._with_experts(scores, output.router_logits, layout) if with_experts else scores
+
+    def _with_experts(self, scores: TokenScores, layers: Sequence[Tensor], layout: TokenLayout) -> TokenScores:
+        assert self.experts is not None
+        places = layout.predictors[layout.mask]
+        logits = torch.cat([layer.flatten(0, -2)[places] for layer in layers])
+        rows = layout.mask.nonzero()[:, 0].repeat(len(layers))
+        counts = [expert_counts(logits.detach(), rows == row, self.experts[1]) for row in range(len(layout.mask))]
+        return scores._replace(router_logits=logits, expert_counts=torch.stack(counts))
 
 
 def scatter_tokens(flat: Tensor, mask: Tensor) -> Tensor:

@@ -52,5 +52,8 @@ class MiniBatchStep:
         for number, indices in enumerate(batches):
             rows = [mini_batch[i] for i in indices] or [placeholder(mini_batch)]
             loss = micro_loss(state.module, self._collate(rows), denominator)
+            if not indices:
+                # Whatever the loss adds for its rows, an empty share weighs nothing.
+                loss = loss * 0.0
             self._backend.backward(state, loss, last=number == len(batches) - 1)
         return self._backend.optimizer_step(state)

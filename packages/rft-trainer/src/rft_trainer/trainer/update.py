@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from rft_dist import Max
@@ -15,6 +16,7 @@ from rft_trainer.algorithms import (
     PolicyLoss,
     aggregate,
     entropy_bonus,
+    expert_balance_loss,
     high_entropy_mask,
     importance_weights,
     kl_loss,
@@ -48,6 +50,7 @@ class UpdateConfig:
     kl_estimator: kind of the divergence in the loss; None: none there, and no reference is read.
     entropy_coef: weight of the entropy bonus.
     high_entropy_ratio: share of each response's tokens that the policy loss keeps; all stay in the divisor.
+    expert_balance_coef: weight of the load balance of experts.
     value_clip: of the critic's loss.
     mini_batch_size: responses of this rank per optimiser step.
     keep_groups: mini-batches hold whole groups.
@@ -61,6 +64,7 @@ class UpdateConfig:
     importance: ImportanceConfig
     entropy_coef: float
     high_entropy_ratio: float
+    expert_balance_coef: float
     value_clip: float | None
     epochs: int
     mini_batch_size: int
@@ -114,7 +118,8 @@ class PolicyUpdate:
         policy, value = MetricCollector("train/"), MetricCollector("train/critic/")
         for mini_batch in self._mini_batches(experiences):
             if not critic_only:
-                report = self._actor_step(actor, mini_batch, partial(self._policy_micro_batch, policy))
+                micro_loss = partial(self._policy_micro_batch, policy, self._experts(actor, mini_batch))
+                report = self._actor_step(actor, mini_batch, micro_loss)
                 policy.add_step(report)
                 if not report.skipped:
                     self._on_step()
@@ -139,11 +144,16 @@ class PolicyUpdate:
         return batches + [[] for _ in range(self._data.most(len(batches)) - len(batches))]
 
     def _policy_micro_batch(
-        self, collected: MetricCollector, module: Any, batch: ExperienceBatch, denominator: float
+        self,
+        collected: MetricCollector,
+        experts: Tensor | None,
+        module: Any,
+        batch: ExperienceBatch,
+        denominator: float,
     ) -> Tensor:
         assert batch.advantages is not None
         config, mask = self._config, batch.loss_mask
-        scores = module(batch.layout)
+        scores = module(batch.layout, with_experts=experts is not None)
         behaviour = scores.log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         outputs = self._loss(
             LossInputs(
@@ -167,8 +177,30 @@ class PolicyUpdate:
             collected.add({"kl": metric_mean(kl.detach(), mask)})
             token_loss = token_loss + self._kl.value * kl
         loss = aggregate(token_loss, mask, config.aggregation, denominator)
+        if experts is not None:
+            loss = loss + config.expert_balance_coef * self._balance(scores, experts)
         collected.add_loss(loss)
         return loss
+
+    def _experts(self, actor: TrainState, mini_batch: Sequence[Experience]) -> Tensor | None:
+        """[E] how often each expert was chosen in the mini-batch. Collective over the world."""
+        if self._config.expert_balance_coef == 0:
+            return None
+        count, _ = cast(Any, actor.network).experts
+        total = torch.zeros(count, dtype=torch.float64)
+        for experience in mini_batch:
+            assert experience.expert_counts is not None
+            total += experience.expert_counts
+        return self._data.sum(total).float()
+
+    @staticmethod
+    def _balance(scores: Any, experts: Tensor) -> Tensor:
+        """This micro-batch's part; choices were counted when the old log-probabilities were scored."""
+        logits = scores.router_logits
+        everywhere = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        chosen_per_token = float(scores.expert_counts.sum()) / max(1, len(logits))
+        tokens = float(experts.sum()) / max(1.0, chosen_per_token)
+        return expert_balance_loss(logits, everywhere, experts.to(logits.device), tokens)
 
     def _weights(
         self, collected: MetricCollector, behaviour: Tensor, entropy: Tensor, batch: ExperienceBatch

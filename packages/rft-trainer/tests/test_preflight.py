@@ -45,6 +45,12 @@ def test_a_good_configuration_passes(good):
         ({"kl_estimator": "k4"}, 1, ("k4", "k3")),
         ({"engine_type": "sglang"}, 1, ("SGLang", "--extra sglang")),
         ({"adam_offload": True}, 1, ("adam_offload", "FSDP2")),
+        ({"share_engine_weights": True}, 2, ("share_engine_weights", "2 ranks")),
+        (
+            {"share_engine_weights": True, "fsdp": False, "precision": "bf16"},
+            1,
+            ("share_engine_weights", "DeepSpeed", "fp32 masters"),
+        ),
         ({"adam_offload": True, "fsdp": False, "zero_stage": 0}, 1, ("adam_offload", "ZeRO stage 0")),
         ({"resume_from": Path("/no/checkpoint")}, 1, ("/no/checkpoint", "manifest.json")),
         ({"pretrain": None}, 1, ("pretrain is not set",)),

@@ -35,6 +35,7 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
     checks: list[Callable[[], object]] = [
         lambda: _check_layout(config, environment),
         lambda: _check_batches(config, environment.world_size),
+        lambda: _check_sharing(config, environment.world_size),
         lambda: _check_estimator(config),
         lambda: PolicyLoss.get(config.policy_loss).resolve(config.loss_options()),
         lambda: check_kl_kind(config.kl_estimator),
@@ -69,6 +70,20 @@ def _check_layout(config: RFTConfig, environment: TorchrunEnvironment) -> None:
             f"engine_tp_size {config.engine_tp_size} and engine_type 'hf' do not work together: the embedded engine is "
             "whole on each rank; use --engine_tp_size 1, or --engine_type vllm"
         )
+
+
+def _check_sharing(config: RFTConfig, world_size: int) -> None:
+    if not config.share_engine_weights:
+        return
+    against = {
+        f"{world_size} ranks, each of which holds a part of the weights": world_size > 1,
+        "DeepSpeed, which keeps parameters in buffers of its own (use --fsdp)": not config.fsdp,
+        "lora_rank, whose adapters are merged on the way": config.lora_rank > 0,
+        "precision bf16, which keeps fp32 masters (use --precision fp32)": config.precision == "bf16",
+    }
+    reasons = [reason for reason, holds in against.items() if holds]
+    if reasons:
+        raise UnsupportedCombination(f"share_engine_weights does not work with {'; '.join(reasons)}")
 
 
 def _check_batches(config: RFTConfig, world_size: int) -> None:

@@ -147,7 +147,11 @@ class Strategy:
         seeded = replace(engine, seed=self.layout.engine_seed(self.config.seed))
         made = create_engine(seeded, groups=self.groups, **options)
         self._runtime = EngineRuntime(
-            made, self.groups, enable_sleep=self.config.enable_engine_sleep, max_lag=self.config.max_weight_lag
+            made,
+            self.groups,
+            enable_sleep=self.config.enable_engine_sleep,
+            max_lag=self.config.max_weight_lag,
+            share_weights=self.config.share_engine_weights,
         )
         self._stack.callback(self._runtime.close)
         return self._runtime

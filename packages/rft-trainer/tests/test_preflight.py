@@ -40,7 +40,6 @@ def test_a_good_configuration_passes(good):
         ({"policy_loss": "pppo"}, 1, ("pppo", "ppo")),
         ({"kl_estimator": "k4"}, 1, ("k4", "k3")),
         ({"engine_type": "sglang"}, 1, ("SGLang", "--extra sglang")),
-        ({"adam_offload": True}, 1, ("adam_offload", "FSDP2")),
         ({"adam_offload": True, "fsdp": False, "zero_stage": 0}, 1, ("adam_offload", "ZeRO stage 0")),
         ({"resume_from": Path("/no/checkpoint")}, 1, ("/no/checkpoint", "manifest.json")),
         ({"pretrain": None}, 1, ("pretrain is not set",)),

@@ -15,6 +15,7 @@ from rft_trainer.data import EncodedPrompt
 from rft_trainer.experience.experience import Collator, Experience
 from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
+from rft_trainer.memory.build import phase_memory
 from rft_trainer.preflight import RUN_MARKER
 from rft_trainer.report import (
     Column,
@@ -95,10 +96,15 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         logger=LoggerGroup(_loggers(config, None if resumed is None else resumed.step) if main else ()),
         progress=Console(enabled=main, columns=STEP_COLUMNS),
         keep_rollouts=_rollout_keeper(config, data.rank),
+        memory=phase_memory(config, strategy, trained={"actor": actor}, frozen=_frozen(ingredients)),
     )
     if resumed is not None:
         trainer.resume(resumed)
     return trainer
+
+
+def _frozen(ingredients: Ingredients) -> dict[str, nn.Module]:
+    return {} if ingredients.initial_model is None else {"reference": ingredients.initial_model}
 
 
 def _maker_and_update(

@@ -11,6 +11,7 @@ from rft_trainer.config.data import DataOptions
 from rft_trainer.config.distribution import DistributionOptions
 from rft_trainer.config.lora import LoRAOptions
 from rft_trainer.config.optimizer import OptimizerOptions
+from rft_trainer.config.residency import ResidencyOptions
 from rft_trainer.config.rollout import RolloutOptions
 from rft_trainer.config.run import RunOptions
 from rft_trainer.errors import ConfigurationError
@@ -28,7 +29,14 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RFTConfig(
-    RunOptions, OptimizerOptions, LoRAOptions, AlgorithmOptions, RolloutOptions, DistributionOptions, DataOptions
+    RunOptions,
+    OptimizerOptions,
+    LoRAOptions,
+    AlgorithmOptions,
+    RolloutOptions,
+    ResidencyOptions,
+    DistributionOptions,
+    DataOptions,
 ):
     """Every setting of a run. Raises ConfigurationError naming field, value and remedy."""
 

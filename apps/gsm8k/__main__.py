@@ -21,7 +21,7 @@ from rft_trainer.config import RFTConfig
 from rft_trainer.errors import RFTrainerError
 from rft_trainer.models import quieten_transformers
 from rft_trainer.preflight import claim_output, preflight
-from rft_trainer.roles import build_initial_model, build_policy
+from rft_trainer.roles import build_initial_model, build_policy, prepare_critic, prepare_teacher
 from rft_trainer.session import Ingredients, build_trainer
 from rft_trainer.strategy import Strategy, get_strategy
 
@@ -52,10 +52,15 @@ def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
     """Models, engine and the loop. Collective over the world."""
     actor = strategy.prepare(build_policy(config, inputs.model_folder, bf16=strategy.bf16))
     initial_model = build_initial_model(config, inputs.model_folder, strategy, actor)
+    critic = prepare_critic(config, strategy, inputs.model_folder)
+    teacher = prepare_teacher(config, strategy)
+    # Last: vLLM measures what the models have left of the device.
     strategy.create_engine(inputs.engine)
     ingredients = Ingredients(
         actor=actor,
         initial_model=initial_model,
+        critic=critic,
+        teacher=teacher,
         tokenizer=inputs.tokenizer,
         prompts=inputs.train,
         held_out=inputs.held_out,

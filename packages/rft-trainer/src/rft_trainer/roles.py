@@ -1,10 +1,11 @@
-"""The models of a run by role: the policy that is trained, and the reference that anchors it."""
+"""The models of a run by role: the trained policy, the reference that anchors it, PPO's critic, a teacher."""
 
 import torch
 from torch import nn
 
+from rft_trainer.algorithms import AdvantageEstimator
 from rft_trainer.config import RFTConfig
-from rft_trainer.models import Actor, load_causal_model
+from rft_trainer.models import Actor, Critic, checkpoint_folder, load_causal_model
 from rft_trainer.models.lora import WithoutAdapters
 from rft_trainer.strategy import Strategy, TrainState
 
@@ -38,6 +39,27 @@ def build_initial_model(config: RFTConfig, folder: str, strategy: Strategy, acto
     if config.lora_rank and not config.separate_reference:
         return WithoutAdapters(actor.module)
     return strategy.prepare_frozen(_scorer(config, folder, torch.float32))
+
+
+def prepare_critic(config: RFTConfig, strategy: Strategy, model_folder: str) -> TrainState | None:
+    """The critic with an optimiser of its own, from `critic_pretrain` or else `model_folder`; None without one.
+
+    Collective over the world.
+    """
+    if not AdvantageEstimator.get(config.advantage_estimator).needs_critic:
+        return None
+    folder = model_folder if config.critic_pretrain is None else checkpoint_folder(config.critic_pretrain)
+    critic = Critic(load_causal_model(folder))
+    if config.gradient_checkpointing:
+        critic.checkpoint_activations()
+    return strategy.prepare(critic, config.critic_optimizer(), role="critic")
+
+
+def prepare_teacher(config: RFTConfig, strategy: Strategy) -> nn.Module | None:
+    """The frozen teacher, scored as the actor is; None without one. Collective over the world."""
+    if config.teacher is None:
+        return None
+    return strategy.prepare_frozen(_scorer(config, checkpoint_folder(config.teacher), torch.float32), role="teacher")
 
 
 def _scorer(config: RFTConfig, folder: str, dtype: torch.dtype) -> Actor:

@@ -18,8 +18,9 @@ PHASES = (
     "actor_log_probs",
     "reference",
     "teacher",
-    "values",
+    "critic_values",
     "rewards",
+    "advantages",
     "update",
     "sync",
     "record",
@@ -113,7 +114,7 @@ def _trained(phase: str, *, away: bool) -> Placement:
     if phase in _GENERATING and away:
         return Placement.HOST
     # Between a sync and the next rollout nothing needs to move.
-    return Placement.ANY if phase in (*_GENERATING, "record", "rewards") else Placement.DEVICE
+    return Placement.ANY if phase in (*_GENERATING, "record", "rewards", "advantages") else Placement.DEVICE
 
 
 def _optimizer(phase: str, *, away: bool, on_host: bool) -> Placement:

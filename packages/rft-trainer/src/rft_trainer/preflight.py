@@ -149,9 +149,7 @@ def _check_resume(config: RFTConfig) -> None:
 
 
 def _check_offload(config: RFTConfig) -> None:
-    if config.adam_offload and config.fsdp:
-        raise UnsupportedCombination("adam_offload and FSDP2 do not work together: leave out --fsdp, or --adam_offload")
-    if config.adam_offload and config.zero_stage == 0:
+    if config.adam_offload and not config.fsdp and config.zero_stage == 0:
         raise UnsupportedCombination("adam_offload and ZeRO stage 0 do not work together: use --zero_stage 1, 2 or 3")
 
 

@@ -52,14 +52,14 @@ def prepare_critic(config: RFTConfig, strategy: Strategy, model_folder: str) -> 
     critic = Critic(load_causal_model(folder))
     if config.gradient_checkpointing:
         critic.checkpoint_activations()
-    return strategy.prepare(critic, config.critic_optimizer())
+    return strategy.prepare(critic, config.critic_optimizer(), role="critic")
 
 
 def prepare_teacher(config: RFTConfig, strategy: Strategy) -> nn.Module | None:
     """The frozen teacher, scored as the actor is; None without one. Collective over the world."""
     if config.teacher is None:
         return None
-    return strategy.prepare_frozen(_scorer(config, checkpoint_folder(config.teacher), torch.float32))
+    return strategy.prepare_frozen(_scorer(config, checkpoint_folder(config.teacher), torch.float32), role="teacher")
 
 
 def _scorer(config: RFTConfig, folder: str, dtype: torch.dtype) -> Actor:

@@ -19,6 +19,7 @@ from rft_trainer.experience.credit import CreditAssigner, CreditConfig
 from rft_trainer.experience.experience import Collator, Experience
 from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
+from rft_trainer.memory.build import phase_memory
 from rft_trainer.models import Actor
 from rft_trainer.preflight import RUN_MARKER
 from rft_trainer.report import (
@@ -60,6 +61,16 @@ class Ingredients:
     initial_model: nn.Module | None
     critic: TrainState | None = None
     teacher: nn.Module | None = None
+
+    def trained(self) -> dict[str, TrainState]:
+        """The models under training, by role."""
+        return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
+
+    def frozen(self) -> dict[str, nn.Module]:
+        """The models that are only scored, by role."""
+        named = {"reference": self.initial_model, "teacher": self.teacher}
+        return {role: model for role, model in named.items() if model is not None}
+
     tokenizer: Any
     prompts: Sequence[EncodedPrompt]
     held_out: Sequence[EncodedPrompt]
@@ -107,6 +118,7 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         logger=LoggerGroup(_loggers(config, None if resumed is None else resumed.step) if main else ()),
         progress=Console(enabled=main, columns=STEP_COLUMNS),
         keep_rollouts=_rollout_keeper(config, data.rank),
+        memory=phase_memory(config, strategy, trained=ingredients.trained(), frozen=ingredients.frozen()),
     )
     if resumed is not None:
         trainer.resume(resumed)

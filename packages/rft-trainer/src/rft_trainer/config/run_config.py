@@ -13,6 +13,7 @@ from rft_trainer.config.distribution import DistributionOptions
 from rft_trainer.config.lora import LoRAOptions
 from rft_trainer.config.mismatch import MismatchOptions
 from rft_trainer.config.optimizer import OptimizerOptions
+from rft_trainer.config.residency import ResidencyOptions
 from rft_trainer.config.reward import RewardOptions
 from rft_trainer.config.rollout import RolloutOptions
 from rft_trainer.config.run import RunOptions
@@ -39,6 +40,7 @@ class RFTConfig(
     CriticOptions,
     MismatchOptions,
     RolloutOptions,
+    ResidencyOptions,
     DistributionOptions,
     DataOptions,
 ):

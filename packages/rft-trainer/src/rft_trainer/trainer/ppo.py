@@ -19,7 +19,7 @@ from rft_trainer.report import MetricLogger
 from rft_trainer.strategy.protocols import DataParallel, RolloutRuntime, TrainingBackend, TrainState
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.metrics import rollout_metrics
-from rft_trainer.trainer.phases import PhaseClock
+from rft_trainer.trainer.phases import NoPhaseMemory, PhaseClock, PhaseMemory
 from rft_trainer.trainer.update import PolicyUpdate
 
 CRITIC_FOLDER = "critic"
@@ -66,11 +66,14 @@ class PPOTrainer:
     logger: MetricLogger
     progress: Progress
     keep_rollouts: Callable[[int, Sequence[Experience]], None]
+    memory: PhaseMemory = field(default_factory=NoPhaseMemory)
     finished_steps: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._clock = PhaseClock(self.data.device, self.progress.phase)
+        self._clock = PhaseClock(
+            self.data.device, self.progress.phase, enter=self.memory.enter, leave=self.memory.leave
+        )
 
     def fit(self) -> dict[int, dict[str, float]]:
         """Train up to `max_steps`; the evaluations by step. Collective over the world."""
@@ -87,6 +90,7 @@ class PPOTrainer:
                 self.evaluate(step)
             if last or (self.config.save_steps and step % self.config.save_steps == 0):
                 self.save()
+        self.progress.line(self.memory.table())
         return self.evaluations
 
     def step(self) -> dict[str, float]:
@@ -139,6 +143,7 @@ class PPOTrainer:
     def _report(self, step: int, metrics: dict[str, float]) -> None:
         seconds = self._clock.seconds()
         metrics.update({f"perf/seconds_{name}": value for name, value in seconds.items()})
+        metrics.update(self.memory.metrics(step))
         metrics["perf/samples_per_second"] = self.config.samples_per_step / seconds["step"]
         self.logger.log(step, metrics)
         self.progress.step_line(step, metrics, total_steps=self.config.max_steps)

@@ -1,0 +1,126 @@
+"""The public interface of a package against the one that users have: what its last release froze.
+
+A package's frozen interface is `public_api/<package>.json`: its modules with bodies, docstrings and private names taken
+away. A release writes it anew; before the first release it is the interface that landed first. griffe compares the two.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import griffe
+
+from contracts.surface import names_declared_by
+from contracts.workspace import Package
+
+FROZEN = Path(__file__).with_name("public_api")
+ANNOUNCING_KINDS = ("changed", "removed")
+
+Interface = Mapping[str, str]
+"""Path of a module inside the package -> its source without bodies."""
+
+
+def interface_of(package: Package) -> Interface:
+    """The interface in the tree."""
+    return {
+        path.relative_to(package.source).as_posix(): ast.unparse(
+            ast.fix_missing_locations(_Outline().visit(ast.parse(path.read_text(encoding="utf-8"))))
+        )
+        for path in package.modules
+    }
+
+
+def read_frozen(package: Package, folder: Path = FROZEN) -> Interface:
+    """The interface of the last release."""
+    stored = json.loads((folder / f"{package.name}.json").read_text(encoding="utf-8"))
+    return {path: "\n".join(lines) for path, lines in stored.items()}
+
+
+def freeze(package: Package, folder: Path = FROZEN) -> Path:
+    """Write the interface in the tree as the one that later ones are compared with."""
+    lines = {path: source.split("\n") for path, source in interface_of(package).items()}
+    target = folder / f"{package.name}.json"
+    target.write_text(json.dumps(lines, indent=0, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    return target
+
+
+def breakages(name: str, old: Interface, new: Interface) -> list[str]:
+    """What users of `old` would miss in `new`, one line each: names in an `__all__`, their parameters and members.
+
+    Args:
+        name: import name of the package.
+        old: the interface that users have.
+        new: the interface to come.
+    """
+    with ExitStack() as stack:
+        before, after = (stack.enter_context(_loaded(name, interface)) for interface in (old, new))
+        covered = set(_covered(name, old, before))
+        return sorted(
+            {
+                _shown(breakage)
+                for breakage in griffe.find_breaking_changes(before, after)
+                if any(f"{breakage.obj.path}.".startswith(f"{path}.") for path in covered)
+            }
+        )
+
+
+def is_announced(package: Package) -> bool:
+    """Whether a fragment tells users that something they have changes or goes."""
+    return any((package.folder / "changelog.d").glob(f"*.{kind}.md") for kind in ANNOUNCING_KINDS)
+
+
+def _loaded(name: str, interface: Interface) -> AbstractContextManager[griffe.Module]:
+    return griffe.temporary_visited_package(name, modules=interface, init=False, resolve_aliases=True)
+
+
+def _covered(name: str, interface: Interface, package: griffe.Module) -> Iterator[str]:
+    """Paths of the names in an `__all__`: where they are exported, and where they are defined."""
+    for path, source in interface.items():
+        parts = [name, *path.removesuffix(".py").removesuffix("__init__").strip("/").split("/")]
+        module = ".".join(part for part in parts if part)
+        for exported in names_declared_by(source, path) or ():
+            yield f"{module}.{exported}"
+            here = package.modules_collection.get_member(module).members.get(exported)
+            if here is not None and here.is_alias:
+                yield here.final_target.path
+
+
+def _shown(breakage: griffe.Breakage) -> str:
+    values = (str(breakage.old_value), str(breakage.new_value))
+    change = "" if breakage.kind is griffe.BreakageKind.OBJECT_REMOVED else f": {' -> '.join(values)}"
+    return f"{breakage.obj.path}: {breakage.kind.value}{change}"
+
+
+class _Outline(ast.NodeTransformer):
+    """Takes away bodies, docstrings and private definitions."""
+
+    def visit_Module(self, node: ast.Module) -> ast.Module:
+        node.body = self._kept(node.body)
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        node.body = self._kept(node.body) or [ast.Expr(ast.Constant(...))]
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        node.body = [ast.Expr(ast.Constant(...))]
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]  # noqa: N815
+
+    def _kept(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        return [self.visit(node) for node in body if not _is_private(node)]
+
+
+def _is_private(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Expr):  # docstrings, and calls that an interface does not show
+        return True
+    if isinstance(node, ast.Assign):
+        name = getattr(node.targets[0], "id", "_")
+    else:
+        name = getattr(node, "name", None) or getattr(getattr(node, "target", None), "id", "")
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))

@@ -148,8 +148,9 @@ def _move_range(folder: Path, name: str, version: str) -> None:
     text = manifest.read_text(encoding="utf-8")
     text = re.sub(rf'"({name}(?:\[[\w,-]+\])?)\s*[<>=!~][^";]*"', rf'"\g<1>{admitted}"', text)
     manifest.write_text(text, encoding="utf-8")
-    if (folder / "changelog.d").is_dir():
+    if (folder / "CHANGELOG.md").is_file():  # apps have none
         fragment = folder / "changelog.d" / f"{name}-{version.replace('.', '-')}.changed.md"
+        fragment.parent.mkdir(exist_ok=True)  # git keeps no empty folder, and a release empties it
         fragment.write_text(f"Requires {name} {admitted}.\n", encoding="utf-8")
 
 

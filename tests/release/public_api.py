@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import griffe
@@ -56,37 +56,59 @@ def breakages(name: str, old: Interface, new: Interface) -> list[str]:
         old: the interface that users have.
         new: the interface to come.
     """
-    with ExitStack() as stack:
-        before, after = (stack.enter_context(_loaded(name, interface)) for interface in (old, new))
-        covered = set(_covered(name, old, before))
-        return sorted(
-            {
-                _shown(breakage)
-                for breakage in griffe.find_breaking_changes(before, after)
-                if any(f"{breakage.obj.path}.".startswith(f"{path}.") for path in covered)
-            }
-        )
+    with _loaded(name, old) as before, _loaded(name, new) as after:
+        had, have = _exports(name, old, before), _exports(name, new, after)
+        for export in had.keys() & have.keys():
+            if have[export].path != had[export].path:
+                _show_at(after, had[export].path, have[export])
+        covered = {had[export].path for export in had.keys() & have.keys()}
+        changed = {_shown(row) for row in griffe.find_breaking_changes(before, after) if _top(row.obj).path in covered}
+    return sorted({f"{export} is no longer exported" for export in had.keys() - have.keys()} | changed)
 
 
 def is_announced(package: Package) -> bool:
     """Whether a fragment tells users that something they have changes or goes."""
-    return any((package.folder / "changelog.d").glob(f"*.{kind}.md") for kind in ANNOUNCING_KINDS)
+    names = [path.name for path in (package.folder / "changelog.d").glob("*.md")]
+    return any(name.endswith(f".{kind}.md") for name in names for kind in ANNOUNCING_KINDS)
 
 
 def _loaded(name: str, interface: Interface) -> AbstractContextManager[griffe.Module]:
     return griffe.temporary_visited_package(name, modules=interface, init=False, resolve_aliases=True)
 
 
-def _covered(name: str, interface: Interface, package: griffe.Module) -> Iterator[str]:
-    """Paths of the names in an `__all__`: where they are exported, and where they are defined."""
+def _exports(name: str, interface: Interface, package: griffe.Module) -> dict[str, griffe.Object]:
+    """Path of each name in an `__all__` -> what it stands for."""
+    found = {}
     for path, source in interface.items():
-        parts = [name, *path.removesuffix(".py").removesuffix("__init__").strip("/").split("/")]
-        module = ".".join(part for part in parts if part)
+        module = ".".join([name, *Path(path).with_suffix("").parts]).removesuffix(".__init__")
         for exported in names_declared_by(source, path) or ():
-            yield f"{module}.{exported}"
-            here = package.modules_collection.get_member(module).members.get(exported)
-            if here is not None and here.is_alias:
-                yield here.final_target.path
+            holder = package.modules_collection.get_member(module)
+            # By its import: a module may be called like what it defines.
+            target = holder.imports.get(exported, f"{module}.{exported}")
+            try:
+                here = package.modules_collection.get_member(target)
+            except KeyError:
+                continue  # nothing defines it
+            found[f"{module}.{exported}"] = here.final_target if isinstance(here, griffe.Alias) else here
+    return found
+
+
+def _show_at(package: griffe.Module, path: str, moved: griffe.Object) -> None:
+    """Let something that moved be found where it was, so that it is compared with what it was there."""
+    _, *modules, leaf = path.split(".")
+    holder = package
+    for part in modules:
+        if part not in holder.members or not holder.members[part].is_module:
+            holder.set_member(part, griffe.Module(part))
+        holder = holder.members[part]  # type: ignore[assignment]
+    holder.set_member(leaf, griffe.Alias(leaf, moved))
+
+
+def _top(item: griffe.Object | griffe.Alias) -> griffe.Object | griffe.Alias:
+    """The class or function of a module that `item` is, or is inside of."""
+    while item.parent is not None and not item.parent.is_module:
+        item = item.parent
+    return item
 
 
 def _shown(breakage: griffe.Breakage) -> str:

@@ -1,4 +1,4 @@
-"""Release one package: `python tests/release/release.py rft-sync 0.2.0`.
+"""Release one package: `python tests/release/release_one.py rft-sync 0.2.0`.
 
 Everything happens in a scratch clone of the last commit: version, changelog, frozen interface, commit and tag; wheel
 and source distribution, checked; an empty environment with the siblings' wheels of their latest tags, where the
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # instead of this folder, where `release` is this file
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from contracts.workspace import ROOT
 from release.artefact import Artefact, built, sibling_wheels

@@ -61,7 +61,7 @@ def breakages(name: str, old: Interface, new: Interface) -> list[str]:
         for export in had.keys() & have.keys():
             if have[export].path != had[export].path:
                 _show_at(after, had[export].path, have[export])
-        covered = {had[export].path for export in had.keys() & have.keys()}
+        covered = {side[export].path for side in (had, have) for export in had.keys() & have.keys()}
         changed = {_shown(row) for row in griffe.find_breaking_changes(before, after) if _top(row.obj).path in covered}
     return sorted({f"{export} is no longer exported" for export in had.keys() - have.keys()} | changed)
 
@@ -99,9 +99,10 @@ def _show_at(package: griffe.Module, path: str, moved: griffe.Object) -> None:
     holder = package
     for part in modules:
         if part not in holder.members or not holder.members[part].is_module:
+            holder.members.pop(part, None)
             holder.set_member(part, griffe.Module(part))
         holder = holder.members[part]  # type: ignore[assignment]
-    holder.set_member(leaf, griffe.Alias(leaf, moved))
+    holder.members[leaf] = moved  # no alias: griffe skips one whose counterpart is none
 
 
 def _top(item: griffe.Object | griffe.Alias) -> griffe.Object | griffe.Alias:

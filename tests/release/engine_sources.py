@@ -67,6 +67,16 @@ class EngineSource:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         }
 
+    def all_fields(self, dotted: str) -> set[str]:
+        """Annotated fields of every class in the modules of a package, if there is such a package."""
+        trees = [ast.parse(path.read_text(encoding="utf-8")) for path in self._files(dotted)]
+        classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        rows = [node.target for cls in classes for node in cls.body if isinstance(node, ast.AnnAssign)]
+        return {row.id for row in rows if isinstance(row, ast.Name)}
+
+    def _files(self, dotted: str) -> list[Path]:
+        return sorted(self.folder.joinpath(*dotted.split(".")).glob("*.py"))
+
     def _classes(self, dotted: str, name: str) -> Iterator[ast.ClassDef]:
         """The class and its bases in the engine's own source, in the order in which Python asks them, about."""
         module = self.module(dotted)

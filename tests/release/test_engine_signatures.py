@@ -160,7 +160,7 @@ def test_every_argument_is_known(engine, name_and_version):
             ),
         }
     else:
-        fields = source.fields("sglang.srt.server_args:ServerArgs")
+        fields = source.fields("sglang.srt.server_args:ServerArgs") | source.all_fields("sglang.srt.arg_groups.fields")
         sampling = "sglang.srt.sampling.sampling_params:SamplingParams"  # a plain class, later a struct
         made_by = source.signature(f"{sampling}.__init__")
         known = source.fields(sampling) if made_by is None else set(made_by.parameters)

@@ -126,7 +126,7 @@ def _disagreements(rank):
     found.append(_raises(ManifestMismatch, lambda: version.broadcast_to_engine(1 + rank)))
     meta = ModuleSource(Net())
     if rank == 0:
-        meta._model.q_proj.to("meta")
+        meta.model.q_proj.to("meta")
     found.append(_raises(UnsupportedCombination, BroadcastManager(meta, RecordingReceiver()).broadcast_to_engine))
     nan = Net()
     with torch.no_grad():

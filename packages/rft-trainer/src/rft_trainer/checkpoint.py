@@ -28,7 +28,7 @@ class TrainerState:
     world_size: int
     strategy: str
     sampler: dict[str, Any] = field(default_factory=dict)
-    update: dict[str, int] = field(default_factory=dict)
+    update: dict[str, Any] = field(default_factory=dict)
 
 
 class CheckpointStore:

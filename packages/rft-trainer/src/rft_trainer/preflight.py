@@ -4,6 +4,7 @@ import importlib.util
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rft_dist import ParallelLayout, TorchrunEnvironment
@@ -16,6 +17,7 @@ from rft_trainer.models.loading import check_model_folder
 RUN_MARKER = "config.json"
 _EXTRAS = {
     "deepspeed": ("DeepSpeed training", "rft-trainer[deepspeed]", "or train with --fsdp"),
+    "peft": ("LoRA", "rft-trainer[lora]", "or leave out --lora_rank"),
     "vllm": ("the vLLM engine", "rft-engines[vllm]", "or use --engine_type hf"),
     "sglang": ("the SGLang engine", "rft-engines[sglang]", "or use --engine_type hf"),
     "tensorboard": ("TensorBoard logging", "rft-trainer[tensorboard]", "or pass --no_tensorboard"),
@@ -33,6 +35,7 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
     checks: list[Callable[[], object]] = [
         lambda: _check_layout(config, environment),
         lambda: _check_batches(config, environment.world_size),
+        lambda: _check_sharing(config, environment.world_size),
         lambda: _check_estimator(config),
         lambda: PolicyLoss.get(config.policy_loss).resolve(config.loss_options()),
         lambda: check_kl_kind(config.kl_estimator),
@@ -43,9 +46,11 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
         lambda: _check_resume(config),
         lambda: check_output(config),
     ]
-    if config.pretrain is not None:
-        pretrain = config.pretrain
-        checks.append(lambda: check_model_folder(pretrain))
+    checks += [
+        partial(check_model_folder, folder)
+        for folder in (config.pretrain, config.critic_pretrain, config.teacher)
+        if folder is not None
+    ]
     problems = []
     for check in checks:
         try:
@@ -67,6 +72,20 @@ def _check_layout(config: RFTConfig, environment: TorchrunEnvironment) -> None:
         )
 
 
+def _check_sharing(config: RFTConfig, world_size: int) -> None:
+    if not config.share_engine_weights:
+        return
+    against = {
+        f"{world_size} ranks, each of which holds a part of the weights": world_size > 1,
+        "DeepSpeed, which keeps parameters in buffers of its own (use --fsdp)": not config.fsdp,
+        "lora_rank, whose adapters are merged on the way": config.lora_rank > 0,
+        "precision bf16, which keeps fp32 masters (use --precision fp32)": config.precision == "bf16",
+    }
+    reasons = [reason for reason, holds in against.items() if holds]
+    if reasons:
+        raise UnsupportedCombination(f"share_engine_weights does not work with {'; '.join(reasons)}")
+
+
 def _check_batches(config: RFTConfig, world_size: int) -> None:
     if config.rollout_batch_size % world_size:
         raise ConfigurationError(
@@ -82,18 +101,42 @@ def _check_batches(config: RFTConfig, world_size: int) -> None:
 
 def _check_estimator(config: RFTConfig) -> None:
     estimator = AdvantageEstimator.get(config.advantage_estimator)
-    estimator.check(group_size=config.n_samples_per_prompt, has_critic=False, has_teacher=False)
+    estimator.check(group_size=config.n_samples_per_prompt, has_teacher=config.teacher is not None)
+    if config.teacher is not None and not estimator.needs_teacher:
+        raise UnsupportedCombination(
+            f"teacher {config.teacher!r} and advantage_estimator {estimator.name!r} do not work together: only "
+            "'on_policy_distillation' reads a teacher"
+        )
+    for name in ("critic_pretrain", "critic_warmup_steps"):
+        if getattr(config, name) and not estimator.needs_critic:
+            raise UnsupportedCombination(
+                f"{name} {getattr(config, name)!r} and advantage_estimator {estimator.name!r} do not work together: it "
+                "has no critic; use --advantage_estimator gae"
+            )
+    is_norm = estimator.name in ("group_norm", "grpo", "on_policy_distillation")
+    for name, own in (("advantage_std", "sample"), ("advantage_scale", "group")):
+        if getattr(config, name) != own and not is_norm:
+            raise UnsupportedCombination(
+                f"{name} {getattr(config, name)!r} and advantage_estimator {estimator.name!r} do not work together: it "
+                "divides by no deviation; use group_norm"
+            )
+    if config.gae_lambda != 0.95 and not estimator.needs_critic:
+        raise UnsupportedCombination(
+            f"gae_lambda {config.gae_lambda} and advantage_estimator {estimator.name!r} do not work together: use gae"
+        )
 
 
 def _check_extras(config: RFTConfig) -> None:
     needed = [] if config.fsdp else ["deepspeed"]
     needed += [config.engine_type] if config.engine_type != "hf" else []
+    needed += ["peft"] if config.lora_rank else []
     needed += ["tensorboard"] if config.tensorboard else []
     for module in needed:
         if importlib.util.find_spec(module) is None:
             feature, requirement, otherwise = _EXTRAS[module]
+            extra = requirement.partition("[")[2].rstrip("]")
             raise ConfigurationError(
-                f"{feature} needs the extra {module!r}: add `--extra {module}` to `uv run`, or "
+                f"{feature} needs the extra {extra!r}: add `--extra {extra}` to `uv run`, or "
                 f"`pip install '{requirement}'`, {otherwise}"
             )
 
@@ -106,9 +149,7 @@ def _check_resume(config: RFTConfig) -> None:
 
 
 def _check_offload(config: RFTConfig) -> None:
-    if config.adam_offload and config.fsdp:
-        raise UnsupportedCombination("adam_offload and FSDP2 do not work together: leave out --fsdp, or --adam_offload")
-    if config.adam_offload and config.zero_stage == 0:
+    if config.adam_offload and not config.fsdp and config.zero_stage == 0:
         raise UnsupportedCombination("adam_offload and ZeRO stage 0 do not work together: use --zero_stage 1, 2 or 3")
 
 

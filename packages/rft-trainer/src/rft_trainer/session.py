@@ -3,18 +3,24 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from rft_engines import SamplingParams
 from rft_rewards import RewardComputationEngine
+from rft_trainer.algorithms import AdvantageEstimator, KLController
 from rft_trainer.checkpoint import CheckpointStore, TrainerState
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import EncodedPrompt
+from rft_trainer.errors import ConfigurationError
+from rft_trainer.experience.credit import CreditAssigner, CreditConfig
 from rft_trainer.experience.experience import Collator, Experience
 from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
+from rft_trainer.memory.build import phase_memory
+from rft_trainer.models import Actor
 from rft_trainer.preflight import RUN_MARKER
 from rft_trainer.report import (
     Column,
@@ -28,8 +34,8 @@ from rft_trainer.report import (
 )
 from rft_trainer.strategy import Strategy, TrainState
 from rft_trainer.trainer.evaluation import Evaluator
-from rft_trainer.trainer.ppo import PPOTrainer
-from rft_trainer.trainer.update import PolicyUpdate, UpdateConfig
+from rft_trainer.trainer.ppo import CRITIC_FOLDER, PPOTrainer
+from rft_trainer.trainer.update import ImportanceConfig, PolicyUpdate, UpdateConfig
 
 STEP_COLUMNS = (
     Column("rollout/reward", "reward"),
@@ -53,6 +59,18 @@ class Ingredients:
 
     actor: TrainState
     initial_model: nn.Module | None
+    critic: TrainState | None = None
+    teacher: nn.Module | None = None
+
+    def trained(self) -> dict[str, TrainState]:
+        """The models under training, by role."""
+        return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
+
+    def frozen(self) -> dict[str, nn.Module]:
+        """The models that are only scored, by role."""
+        named = {"reference": self.initial_model, "teacher": self.teacher}
+        return {role: model for role, model in named.items() if model is not None}
+
     tokenizer: Any
     prompts: Sequence[EncodedPrompt]
     held_out: Sequence[EncodedPrompt]
@@ -62,13 +80,15 @@ class Ingredients:
 def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredients) -> PPOTrainer:
     """A trainer ready to `fit`; resumed when the configuration names a checkpoint. Collective over the world."""
     actor, data = ingredients.actor, strategy.data
-    maker, update = _maker_and_update(config, strategy, ingredients)
+    check_ingredients(config, ingredients)
+    kl = config.kl_controller()
+    maker, update = _maker_and_update(config, strategy, ingredients, kl)
     checkpoints = CheckpointStore(config.output_dir / "checkpoints", data)
     resumed: TrainerState | None = None
     if config.resume_from is not None:
         resumed = checkpoints.load(
             config.resume_from,
-            lambda folder: strategy.load_checkpoint(actor, folder),
+            lambda folder: _load_models(strategy, ingredients, folder),
             strategy=strategy.backend.name,
         )
     main = data.rank == 0
@@ -76,6 +96,9 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         config=config,
         actor=actor,
         reference=ingredients.initial_model,
+        critic=ingredients.critic,
+        teacher=ingredients.teacher,
+        kl=kl,
         backend=strategy.backend,
         runtime=strategy.runtime,
         data=data,
@@ -95,6 +118,7 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         logger=LoggerGroup(_loggers(config, None if resumed is None else resumed.step) if main else ()),
         progress=Console(enabled=main, columns=STEP_COLUMNS),
         keep_rollouts=_rollout_keeper(config, data.rank),
+        memory=phase_memory(config, strategy, trained=ingredients.trained(), frozen=ingredients.frozen()),
     )
     if resumed is not None:
         trainer.resume(resumed)
@@ -102,7 +126,7 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
 
 
 def _maker_and_update(
-    config: RFTConfig, strategy: Strategy, ingredients: Ingredients
+    config: RFTConfig, strategy: Strategy, ingredients: Ingredients, kl: KLController
 ) -> tuple[FastExperienceMaker, PolicyUpdate]:
     tokenizer = ingredients.tokenizer
     planner = MicroBatchPlanner(
@@ -111,17 +135,16 @@ def _maker_and_update(
         max_tokens=config.max_tokens_per_micro_batch,
         keep_order=config.share_prompts,
     )
-    collator = Collator(pad_token_id=tokenizer.pad_token_id, device=strategy.device, share_prompts=config.share_prompts)
+    collator = Collator(pad_token_id=tokenizer.pad_token_id, device=strategy.device, layout=config.batch_layout)
     maker = FastExperienceMaker(
         runtime=strategy.runtime,
         rewards=ingredients.rewards,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-        estimator=config.advantage_estimator,
-        data=strategy.data,
+        credit=CreditAssigner(credit_config(config), strategy.data, kl),
         planner=planner,
         collator=collator,
-        # One update per rollout: its own forward, detached, is the old policy.
-        score_with_actor=config.updates_per_step > 1,
+        score_with_actor=scores_with_actor(config),
+        count_experts=config.expert_balance_coef > 0,
         base_seed=config.seed,
     )
     update = PolicyUpdate(
@@ -130,9 +153,75 @@ def _maker_and_update(
         data=strategy.data,
         planner=planner,
         collator=collator,
+        kl=kl,
         on_step=strategy.runtime.note_update,
     )
     return maker, update
+
+
+def scores_with_actor(config: RFTConfig) -> bool:
+    """Whether old log-probabilities are computed after the rollout.
+
+    One update per rollout needs none: its own forward, detached, is the old policy. What is made before the update (the
+    divergence in the reward, distillation, the choices of experts) needs them.
+    """
+    teaches = AdvantageEstimator.get(config.advantage_estimator).needs_teacher
+    return config.updates_per_step > 1 or config.kl_in_reward or teaches or config.expert_balance_coef > 0
+
+
+def credit_config(config: RFTConfig) -> CreditConfig:
+    """The part of the configuration that leads from scores to advantages."""
+    return CreditConfig(
+        estimator=config.advantage_estimator,
+        group_size=config.n_samples_per_prompt,
+        gamma=config.gamma,
+        lam=config.gae_lambda,
+        std=config.advantage_std,
+        scale=config.advantage_scale,
+        distillation_coef=config.distillation_coef,
+        whiten=config.whiten_advantages,
+        normalisation=config.reward_normalisation,
+        reward_clip=config.reward_clip,
+        advantage_clip=config.advantage_clip,
+        max_tokens=config.generate_max_len,
+        overlong_buffer=config.overlong_buffer,
+        overlong_factor=config.overlong_factor,
+        overlong_filter=config.overlong_filter,
+        kl_estimator=config.kl_estimator if config.kl_in_reward else None,
+    )
+
+
+def check_ingredients(config: RFTConfig, ingredients: Ingredients) -> None:
+    """The models that the configuration speaks of are there, and the actor scores what the engine samples.
+
+    Raises:
+        ConfigurationError: before any collective, on every rank.
+    """
+    estimator = AdvantageEstimator.get(config.advantage_estimator)
+    estimator.check(has_critic=ingredients.critic is not None, has_teacher=ingredients.teacher is not None)
+    if config.init_kl_coef > 0 and ingredients.initial_model is None:
+        raise ConfigurationError(
+            f"init_kl_coef is {config.init_kl_coef} and no initial_model was given: give one, or 0"
+        )
+    if config.expert_balance_coef > 0 and getattr(ingredients.actor.network, "experts", None) is None:
+        raise ConfigurationError(
+            f"expert_balance_coef is {config.expert_balance_coef} and the model has no experts: leave it at 0"
+        )
+    scoring = getattr(ingredients.actor.network, "scoring", None)
+    if scoring is None:
+        return
+    sampled = Actor.scoring_of(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
+    if scoring != sampled:
+        raise ConfigurationError(
+            f"the actor scores {dict(scoring)} and rollouts are sampled from {sampled}: on-policy ratios would not be "
+            "1; build Actor(model, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)"
+        )
+
+
+def _load_models(strategy: Strategy, ingredients: Ingredients, folder: Path) -> None:
+    strategy.load_checkpoint(ingredients.actor, folder)
+    if ingredients.critic is not None:
+        strategy.load_checkpoint(ingredients.critic, folder / CRITIC_FOLDER)
 
 
 def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
@@ -143,8 +232,17 @@ def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
         options=config.loss_options(),
         aggregation=config.loss_aggregation,
         fixed_length=fixed,
-        kl_coef=config.init_kl_coef,
-        kl_estimator=config.kl_estimator,
+        kl_estimator=config.kl_estimator if config.init_kl_coef > 0 and not config.kl_in_reward else None,
+        importance=ImportanceConfig(
+            mode=config.importance_sampling,
+            level=config.importance_level,
+            cap=config.importance_cap,
+            floor=config.importance_floor,
+        ),
+        entropy_coef=config.entropy_coef,
+        high_entropy_ratio=config.high_entropy_ratio,
+        expert_balance_coef=config.expert_balance_coef,
+        value_clip=config.value_clip,
         epochs=config.max_epochs,
         mini_batch_size=(config.train_batch_size or config.samples_per_step) // data_size,
         keep_groups=config.share_prompts,

@@ -1,21 +1,26 @@
 """The public interface of a package against the one that users have: what its last release froze.
 
 A package's frozen interface is `public_api/<package>.json`: its modules with bodies, docstrings and private names taken
-away. A release writes it anew; before the first release it is the interface that landed first. griffe compares the two.
+away. A release writes it anew; before the first release it is the interface that landed first, written by running this
+file. griffe compares the two.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import griffe
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from contracts.package_files import has_release
 from contracts.surface import names_declared_by
-from contracts.workspace import Package
+from contracts.workspace import Package, packages
 
 FROZEN = Path(__file__).with_name("public_api")
 ANNOUNCING_KINDS = ("changed", "removed")
@@ -147,3 +152,9 @@ def _is_private(node: ast.stmt) -> bool:
     else:
         name = getattr(node, "name", None) or getattr(getattr(node, "target", None), "id", "")
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+if __name__ == "__main__":
+    for unreleased in packages():
+        if not has_release(unreleased):
+            print(f"froze {freeze(unreleased)}")

@@ -70,7 +70,7 @@ def environment(
     options += ["--constraint", str(constraints)] if constraints is not None else []
     interpreter = folder / "bin" / "python"
     command = ("pip", "install", "--quiet", "--python", str(interpreter), "-r", str(requirements), *options)
-    uv(*command, timeout_seconds=3000)
+    uv(*command, root=folder, timeout_seconds=3000)  # not in the checkout, whose settings of uv hold one torch
     return str(interpreter)
 
 

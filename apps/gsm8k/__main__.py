@@ -21,7 +21,7 @@ from rft_trainer.config import RFTConfig
 from rft_trainer.errors import RFTrainerError
 from rft_trainer.models import Actor, load_causal_model, quieten_transformers
 from rft_trainer.preflight import claim_output, preflight
-from rft_trainer.roles import prepare_critic, prepare_teacher
+from rft_trainer.roles import prepare_critic, prepare_teacher, scoring_options
 from rft_trainer.session import Ingredients, build_trainer
 from rft_trainer.strategy import Strategy, get_strategy
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
     """Models, engine and the loop. Collective over the world."""
-    scoring = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+    scoring = scoring_options(config)
     policy = Actor(load_causal_model(inputs.model_folder), **scoring)
     policy.freeze(config.freeze)
     if config.gradient_checkpointing:

@@ -1,11 +1,19 @@
 """The models beside the actor that a configuration asks for: the critic of PPO, the teacher of distillation."""
 
+from typing import Any
+
 from torch import nn
 
 from rft_trainer.algorithms import AdvantageEstimator
 from rft_trainer.config import RFTConfig
 from rft_trainer.models import Actor, Critic, checkpoint_folder, load_causal_model
 from rft_trainer.strategy import Strategy, TrainState
+
+
+def scoring_options(config: RFTConfig) -> dict[str, Any]:
+    """What an `Actor` must be given, so that it scores the distribution that rollouts are sampled from."""
+    names = ("temperature", "top_p", "top_k", "first_token_temperature")
+    return {name: getattr(config, name) for name in names}
 
 
 def prepare_critic(config: RFTConfig, strategy: Strategy, model_folder: str) -> TrainState | None:

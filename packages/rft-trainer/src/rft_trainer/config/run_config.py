@@ -15,6 +15,7 @@ from rft_trainer.config.optimizer import OptimizerOptions
 from rft_trainer.config.reward import RewardOptions
 from rft_trainer.config.rollout import RolloutOptions
 from rft_trainer.config.run import RunOptions
+from rft_trainer.config.sampling import SamplingOptions
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.optim import AdamWConfig, ScheduleConfig
 
@@ -36,6 +37,7 @@ class RFTConfig(
     RewardOptions,
     CriticOptions,
     MismatchOptions,
+    SamplingOptions,
     RolloutOptions,
     DistributionOptions,
     DataOptions,
@@ -48,6 +50,7 @@ class RFTConfig(
             *self._rollout_problems(),
             *self._algorithm_problems(),
             *self._reward_problems(),
+            *self._sampling_problems(),
             *self._critic_problems(),
             *self._mismatch_problems(),
             *self._optimizer_problems(),

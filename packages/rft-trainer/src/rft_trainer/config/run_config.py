@@ -17,6 +17,7 @@ from rft_trainer.config.residency import ResidencyOptions
 from rft_trainer.config.reward import RewardOptions
 from rft_trainer.config.rollout import RolloutOptions
 from rft_trainer.config.run import RunOptions
+from rft_trainer.config.sampling import SamplingOptions
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.optim import AdamWConfig, ScheduleConfig
 
@@ -39,6 +40,7 @@ class RFTConfig(
     RewardOptions,
     CriticOptions,
     MismatchOptions,
+    SamplingOptions,
     RolloutOptions,
     ResidencyOptions,
     DistributionOptions,
@@ -52,6 +54,7 @@ class RFTConfig(
             *self._rollout_problems(),
             *self._algorithm_problems(),
             *self._reward_problems(),
+            *self._sampling_problems(),
             *self._critic_problems(),
             *self._mismatch_problems(),
             *self._optimizer_problems(),

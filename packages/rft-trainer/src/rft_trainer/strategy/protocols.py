@@ -159,6 +159,9 @@ class DataParallel(Protocol):
     def most(self, value: int) -> int:
         """Largest value over the ranks. Collective over the data group."""
 
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """The integers of each rank, however many it has. Collective over the data group."""
+
     def on_main(self, action: Callable[[], None]) -> None:
         """Run on rank 0; its error is raised on every rank. Collective over the data group."""
 

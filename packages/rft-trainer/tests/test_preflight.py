@@ -47,7 +47,6 @@ def test_a_good_configuration_passes(good):
         ({"policy_loss": "pppo"}, 1, ("pppo", "ppo")),
         ({"kl_estimator": "k4"}, 1, ("k4", "k3")),
         ({"engine_type": "sglang"}, 1, ("SGLang", "--extra sglang")),
-        ({"adam_offload": True}, 1, ("adam_offload", "FSDP2")),
         ({"share_engine_weights": True}, 2, ("share_engine_weights", "2 ranks")),
         (
             {"share_engine_weights": True, "fsdp": False, "precision": "bf16"},

@@ -10,6 +10,7 @@ from rft_dist import ParallelLayout, TorchrunEnvironment
 from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_aggregation_mode, check_kl_kind
 from rft_trainer.checkpoint import MANIFEST
 from rft_trainer.config import RFTConfig
+from rft_trainer.data import parse_sources
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
 from rft_trainer.models.loading import check_model_folder
 
@@ -39,8 +40,10 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
         lambda: check_aggregation_mode(config.loss_aggregation),
         lambda: _check_extras(config),
         lambda: _check_required(config),
+        lambda: parse_sources(config.blend),
+        lambda: parse_sources(config.eval_sets),
         lambda: _check_offload(config),
-        lambda: _check_resume(config),
+        lambda: check_resume(config),
         lambda: check_output(config),
     ]
     if config.pretrain is not None:
@@ -98,7 +101,12 @@ def _check_extras(config: RFTConfig) -> None:
             )
 
 
-def _check_resume(config: RFTConfig) -> None:
+def check_resume(config: RFTConfig) -> None:
+    """A checkpoint to continue from is complete as far as its folder shows.
+
+    Raises:
+        ConfigurationError: it has no manifest.
+    """
     if config.resume_from is not None and not (config.resume_from / MANIFEST).is_file():
         raise ConfigurationError(
             f"resume_from is {config.resume_from}: no {MANIFEST} there; give a folder checkpoints/step_NNNNNN of a run"
@@ -113,9 +121,10 @@ def _check_offload(config: RFTConfig) -> None:
 
 
 def _check_required(config: RFTConfig) -> None:
-    for name in ("pretrain", "dataset"):
-        if getattr(config, name) is None:
-            raise ConfigurationError(f"{name} is not set: give --{name}, or a --recipe that sets it")
+    if config.pretrain is None:
+        raise ConfigurationError("pretrain is not set: give --pretrain, or a --recipe that sets it")
+    if config.dataset is None and not config.blend:
+        raise ConfigurationError("dataset is not set: give --dataset or --blend, or a --recipe that sets one")
 
 
 def check_output(config: RFTConfig) -> None:
@@ -126,7 +135,9 @@ def check_output(config: RFTConfig) -> None:
             something that is no run, or it cannot be written.
     """
     folder = config.output_dir
-    resumes_here = config.resume_from is not None and folder.resolve() in config.resume_from.resolve().parents
+    resumes_here = config.resume == "auto" or (
+        config.resume_from is not None and folder.resolve() in config.resume_from.resolve().parents
+    )
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"output_dir is {folder}: a file has that name; choose another folder")
     if folder.is_dir() and any(folder.iterdir()) and not resumes_here:
@@ -134,8 +145,8 @@ def check_output(config: RFTConfig) -> None:
             raise ConfigurationError(f"output_dir is {folder}: it holds files that no run wrote; choose another folder")
         if not config.overwrite:
             raise ConfigurationError(
-                f"output_dir is {folder}: it already holds a run; choose another folder, resume with --resume_from, "
-                "or delete it with --overwrite"
+                f"output_dir is {folder}: it already holds a run; choose another folder, resume with --resume auto or "
+                "--resume_from, or delete it with --overwrite"
             )
     existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.is_dir())
     try:

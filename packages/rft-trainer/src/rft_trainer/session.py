@@ -1,17 +1,19 @@
 """Wires a trainer from a configuration and a strategy; the one place that knows every component."""
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from rft_engines import SamplingParams
 from rft_rewards import RewardComputationEngine
-from rft_trainer.checkpoint import CheckpointStore, TrainerState
+from rft_trainer.checkpoint import CheckpointStore, RetentionPolicy, TrainerState, fitted_settings
 from rft_trainer.config import RFTConfig
-from rft_trainer.data import EncodedPrompt
+from rft_trainer.data import BlendedDataset, BlendSampler, EncodedPrompt, Sampler
 from rft_trainer.experience.experience import Collator, Experience
 from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
@@ -27,7 +29,7 @@ from rft_trainer.report import (
     TensorBoardLogger,
 )
 from rft_trainer.strategy import Strategy, TrainState
-from rft_trainer.trainer.evaluation import Evaluator
+from rft_trainer.trainer.evaluation import Evaluator, three_extractors
 from rft_trainer.trainer.ppo import PPOTrainer
 from rft_trainer.trainer.update import PolicyUpdate, UpdateConfig
 
@@ -55,7 +57,8 @@ class Ingredients:
     initial_model: nn.Module | None
     tokenizer: Any
     prompts: Sequence[EncodedPrompt]
-    held_out: Sequence[EncodedPrompt]
+    held_out: Sequence[EncodedPrompt] | Mapping[str, Sequence[EncodedPrompt]]
+    """One set, or several by name."""
     rewards: RewardComputationEngine
 
 
@@ -63,14 +66,20 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
     """A trainer ready to `fit`; resumed when the configuration names a checkpoint. Collective over the world."""
     actor, data = ingredients.actor, strategy.data
     maker, update = _maker_and_update(config, strategy, ingredients)
-    checkpoints = CheckpointStore(config.output_dir / "checkpoints", data)
+    checkpoints = CheckpointStore(config.output_dir / "checkpoints", data, _retention(config))
+    settings = fitted_settings(config, strategy.model_form(actor))
     resumed: TrainerState | None = None
     if config.resume_from is not None:
         resumed = checkpoints.load(
             config.resume_from,
             lambda folder: strategy.load_checkpoint(actor, folder),
             strategy=strategy.backend.name,
+            resizable=strategy.backend.resizable,
+            settings=settings,
         )
+    finished = finished_steps(config, resumed)
+    if finished is not None:
+        data.on_main(lambda: drop_later_files(config.output_dir, finished))
     main = data.rank == 0
     trainer = PPOTrainer(
         config=config,
@@ -80,11 +89,12 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         runtime=strategy.runtime,
         data=data,
         prompts=ingredients.prompts,
-        sampler=strategy.build_sampler(len(ingredients.prompts), config.rollout_batch_size),
+        sampler=_sampler(config, strategy, ingredients.prompts),
         maker=maker,
         update=update,
-        evaluator=_evaluator(config, strategy, maker, ingredients.held_out),
+        evaluator=make_evaluator(config, strategy, maker, ingredients.held_out),
         checkpoints=checkpoints,
+        settings=settings,
         sampling=SamplingParams(
             n=config.n_samples_per_prompt,
             temperature=config.temperature,
@@ -92,13 +102,31 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
             top_k=config.top_k,
             max_new_tokens=config.generate_max_len,
         ),
-        logger=LoggerGroup(_loggers(config, None if resumed is None else resumed.step) if main else ()),
+        logger=LoggerGroup(_loggers(config, finished) if main else ()),
         progress=Console(enabled=main, columns=STEP_COLUMNS),
         keep_rollouts=_rollout_keeper(config, data.rank),
     )
     if resumed is not None:
         trainer.resume(resumed)
     return trainer
+
+
+def _sampler(config: RFTConfig, strategy: Strategy, prompts: Sequence[EncodedPrompt]) -> Sampler:
+    if not isinstance(prompts, BlendedDataset):
+        return strategy.build_sampler(len(prompts), config.rollout_batch_size)
+    return BlendSampler(
+        prompts.sizes,
+        prompts.weights,
+        batch_size=config.rollout_batch_size,
+        rank=strategy.data.rank,
+        num_ranks=strategy.data.size,
+        seed=config.seed,
+    )
+
+
+def experience_maker(config: RFTConfig, strategy: Strategy, ingredients: Ingredients) -> FastExperienceMaker:
+    """The maker of a run that only evaluates."""
+    return _maker_and_update(config, strategy, ingredients)[0]
 
 
 def _maker_and_update(
@@ -152,18 +180,35 @@ def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
     )
 
 
-def _evaluator(
-    config: RFTConfig, strategy: Strategy, maker: FastExperienceMaker, held_out: Sequence[EncodedPrompt]
+def make_evaluator(
+    config: RFTConfig,
+    strategy: Strategy,
+    maker: FastExperienceMaker,
+    held_out: Sequence[EncodedPrompt] | Mapping[str, Sequence[EncodedPrompt]],
 ) -> Evaluator | None:
+    """The evaluator of a run; None without a held-out set."""
     if not held_out:
         return None
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=config.generate_max_len)
     return Evaluator(
-        records=held_out,
-        sampling=greedy,
+        sets=held_out if isinstance(held_out, Mapping) else {"": held_out},
+        sampling=evaluation_sampling(config),
         maker=maker,
         data=strategy.data,
+        extractors=three_extractors() if config.eval_extractors else (),
+        pass_at=config.eval_pass_at,
+        majority=config.eval_majority,
         folder=config.output_dir / "evaluation",
+    )
+
+
+def evaluation_sampling(config: RFTConfig) -> SamplingParams:
+    """The evaluation's own sampling."""
+    return SamplingParams(
+        n=config.eval_samples,
+        temperature=config.eval_temperature,
+        top_p=config.eval_top_p,
+        top_k=config.eval_top_k,
+        max_new_tokens=config.eval_max_len or config.generate_max_len,
     )
 
 
@@ -197,6 +242,31 @@ def rollout_of(experience: Experience) -> Rollout:
         trainer_log_probs=() if trainer is None else tuple(trainer.tolist()),
         weights_version=experience.weights_version,
     )
+
+
+def _retention(config: RFTConfig) -> RetentionPolicy:
+    return RetentionPolicy(
+        count=config.max_checkpoints,
+        bytes=int(config.max_checkpoints_gib * 2**30),
+        metric=config.best_metric,
+        lowest=config.best_metric_lowest,
+    )
+
+
+def finished_steps(config: RFTConfig, resumed: TrainerState | None) -> int | None:
+    """Steps whose logs stay; -1: none of those of a run that ended before its first checkpoint; None: a new run."""
+    if resumed is not None:
+        return resumed.step
+    return -1 if config.resume == "auto" else None
+
+
+def drop_later_files(output_dir: Path, finished: int) -> None:
+    """Remove rollouts and evaluations of steps after `finished`: they are made again, perhaps by other ranks."""
+    for folder in ("rollouts", "evaluation"):
+        for file in sorted((output_dir / folder).glob("*.jsonl")):
+            step = re.search(r"[-_](\d{6})", file.name)
+            if step is not None and int(step.group(1)) > finished:
+                file.unlink()
 
 
 def _loggers(config: RFTConfig, finished_steps: int | None) -> list[MetricLogger]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rft_trainer.config.algorithm import AlgorithmOptions
 from rft_trainer.config.data import DataOptions
 from rft_trainer.config.distribution import DistributionOptions
+from rft_trainer.config.evaluation import EvaluationOptions
 from rft_trainer.config.optimizer import OptimizerOptions
 from rft_trainer.config.rollout import RolloutOptions
 from rft_trainer.config.run import RunOptions
@@ -26,12 +27,21 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RFTConfig(RunOptions, OptimizerOptions, AlgorithmOptions, RolloutOptions, DistributionOptions, DataOptions):
+class RFTConfig(
+    RunOptions,
+    OptimizerOptions,
+    AlgorithmOptions,
+    RolloutOptions,
+    DistributionOptions,
+    EvaluationOptions,
+    DataOptions,
+):
     """Every setting of a run. Raises ConfigurationError naming field, value and remedy."""
 
     def __post_init__(self) -> None:
         problems = [
             *self._data_problems(),
+            *self._evaluation_problems(),
             *self._rollout_problems(),
             *self._algorithm_problems(),
             *self._optimizer_problems(),

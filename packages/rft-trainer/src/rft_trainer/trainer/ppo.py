@@ -1,16 +1,17 @@
 """The training loop, as a list of phases: roll out, score, update, sync, evaluate, save."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 from torch import nn
 
 from rft_engines import SamplingParams
 from rft_trainer.checkpoint import CheckpointStore, TrainerState
 from rft_trainer.config import RFTConfig
-from rft_trainer.data import DataSampler, EncodedPrompt, SamplerState
+from rft_trainer.data import EncodedPrompt, Sampler
+from rft_trainer.errors import CheckpointError
 from rft_trainer.experience.experience import Experience
 from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.report import MetricLogger
@@ -46,7 +47,7 @@ class PPOTrainer:
     runtime: RolloutRuntime
     data: DataParallel
     prompts: Sequence[EncodedPrompt]
-    sampler: DataSampler
+    sampler: Sampler
     maker: FastExperienceMaker
     update: PolicyUpdate
     evaluator: Evaluator | None
@@ -55,6 +56,7 @@ class PPOTrainer:
     logger: MetricLogger
     progress: Progress
     keep_rollouts: Callable[[int, Sequence[Experience]], None]
+    settings: dict[str, Any] = field(default_factory=dict)
     finished_steps: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
 
@@ -76,12 +78,14 @@ class PPOTrainer:
                 self.evaluate(step)
             if last or (self.config.save_steps and step % self.config.save_steps == 0):
                 self.save()
+        self._settle_save(wait=True)
         return self.evaluations
 
     def step(self) -> dict[str, float]:
         """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
         step = self.finished_steps + 1
         self._clock.restart()
+        self._settle_save()
         items = self.sampler.next_batch()
         experiences = self.maker.make(
             items,
@@ -130,7 +134,11 @@ class PPOTrainer:
         return metrics
 
     def save(self) -> None:
-        """Write a checkpoint. Collective over the world."""
+        """Write a checkpoint, or begin to where that is done in the background. Collective over the world.
+
+        Raises:
+            CheckpointError: it cannot be written and `on_save_error` is "stop".
+        """
         state = TrainerState(
             step=self.finished_steps,
             weights_version=self.runtime.weights_version,
@@ -138,14 +146,36 @@ class PPOTrainer:
             strategy=self.backend.name,
             sampler=dict(self.sampler.state_dict()),
             update=self.update.state_dict(),
+            settings=self.settings,
+            evaluations=self.evaluations,
         )
-        with self._clock("checkpoint"):
-            folder = self.checkpoints.save(state, lambda shards: self.backend.save(self.actor, shards))
-        self.progress.line(f"checkpoint {folder}")
+        background = self.config.save_in_background
+        self._settle_save(wait=True)
+        with self._clock("checkpoint"), self._save_errors():
+            self.checkpoints.begin(state, lambda shards: self.backend.save(self.actor, shards, background=background))
+        if not background:
+            self._settle_save(wait=True)
+
+    def _settle_save(self, *, wait: bool = False) -> None:
+        """Complete a checkpoint that was begun, if its shards are written. Collective over the world."""
+        with self._clock("checkpoint"), self._save_errors():
+            folder = self.checkpoints.finish() if wait else self.checkpoints.poll()
+            if folder is not None:
+                self.progress.line(f"checkpoint {folder}")
+
+    @contextmanager
+    def _save_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            if self.config.on_save_error == "stop":
+                raise
+            self.progress.line(f"training goes on without a checkpoint: {error}")
 
     def resume(self, state: TrainerState) -> None:
         """Continue after the step that `state` was saved at."""
         self.finished_steps = state.step
+        self.evaluations = dict(state.evaluations)
         self.runtime.resume(state.weights_version)
         self.update.load_state_dict(state.update)
-        self.sampler.load_state_dict(cast(SamplerState, state.sampler))
+        self.sampler.load_state_dict(state.sampler)

@@ -42,6 +42,7 @@ def state(step, **changes):
 def shards(step, size=1000):
     def write(folder):
         torch.save({"weights": torch.full((size,), float(step))}, folder / "a.pt")
+        return ()
 
     return write
 
@@ -234,7 +235,7 @@ def test_a_checkpoint_in_the_background_is_completed_when_its_files_are_written(
 
     def start(folder):
         shards(1)(folder)
-        return written
+        return [written]
 
     kept.begin(state(1), start)
     assert kept.poll() is None
@@ -246,7 +247,7 @@ def test_a_checkpoint_in_the_background_is_completed_when_its_files_are_written(
     assert load(root, find_checkpoint(root))[0].step == 1
     failing = Future()
     failing.set_exception(OSError("no space left"))
-    kept.begin(state(2), lambda folder: failing)
+    kept.begin(state(2), lambda folder: [failing])
     with pytest.raises(CheckpointError, match="no space left"):
         kept.finish()
     assert find_checkpoint(root).name == "step_000001"

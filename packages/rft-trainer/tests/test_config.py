@@ -116,3 +116,23 @@ def test_help_is_grouped(capsys):
     shown = capsys.readouterr().out
     assert all(f"{name} options" in shown for name in setting_groups())
     assert {"run", "optimizer", "algorithm", "rollout", "distribution", "evaluation", "data"} <= set(setting_groups())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"lora_alpha": 0.0}, r"lora_alpha is 0.0: give a number above 0"),
+        ({"lora_targets": ()}, "lora_targets is empty"),
+        ({"lora_targets": ("all-linear", "q_proj")}, r"lora_targets is \['all-linear', 'q_proj'\].*alone"),
+        ({"lora_rank": 4, "freeze": ("model.layers",)}, r"freeze is \['model.layers'\] and lora_rank is 4"),
+    ],
+)
+def test_adapter_settings_that_cannot_work_are_refused(changes, words):
+    with pytest.raises(ConfigurationError, match=words):
+        RFTConfig(**changes)
+
+
+def test_adapters_are_scaled_by_two_unless_alpha_is_given():
+    assert RFTConfig(lora_rank=4).adapters(0).alpha == 8.0
+    assert RFTConfig().adapters(0) is None

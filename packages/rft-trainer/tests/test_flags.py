@@ -5,11 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from rft_trainer.algorithms import PolicyLoss
+from rft_trainer.algorithms import AdaptiveKL, FixedKL, MismatchLimit, PolicyLoss
 from rft_trainer.config import RFTConfig
-from rft_trainer.session import update_config
+from rft_trainer.errors import ConfigurationError
+from rft_trainer.session import credit_config, scores_with_actor, update_config
+from rft_trainer.trainer.update import ImportanceConfig
 
 BASE = RFTConfig(lr_scheduler="linear", lr_warmup_steps=1, max_steps=4, n_samples_per_prompt=4)
+
+LAYOUTS = {"padding_side": "left", "packing": True, "share_prompts": True}
+TOGETHER = {
+    *LAYOUTS,
+    "kl_in_reward",
+    "kl_estimator",
+    "kl_target",
+    "kl_horizon",
+    "importance_floor",
+    "gap_warn",
+    "gap_stop",
+}
+TOGETHER |= {"critic_learning_rate", "critic_warmup_steps"}
 
 # setting -> another value that an optimiser or the update is built from
 OPTIMIZER = {
@@ -28,10 +43,39 @@ UPDATE = {
     "eps_clip_high": 0.4,
     "loss_aggregation": "seq-mean-token-sum-norm",
     "init_kl_coef": 0.5,
-    "kl_estimator": "k2",
+    "dual_clip": 4.0,
+    "sapo_tau_positive": 0.5,
+    "sapo_tau_negative": 0.5,
+    "cpgd_drift_coef": 0.1,
+    "cpgd_drift_cap": 0.1,
+    "entropy_coef": 0.1,
+    "expert_balance_coef": 0.1,
+    "high_entropy_ratio": 0.2,
+    "value_clip": 0.1,
+    "importance_sampling": "mask",
+    "importance_level": "sequence",
+    "importance_cap": 3.0,
     "train_batch_size": 8,
     "share_prompts": True,
     "seed": 9,
+}
+ADAPTERS = {"lora_rank": 2, "lora_alpha": 3.0, "lora_targets": ("q_proj",), "seed": 9}
+CREDIT = {
+    "advantage_estimator": "rloo",
+    "n_samples_per_prompt": 2,
+    "gamma": 0.9,
+    "gae_lambda": 0.9,
+    "advantage_std": "population",
+    "advantage_scale": "batch",
+    "distillation_coef": 0.5,
+    "whiten_advantages": True,
+    "reward_normalisation": "centre",
+    "reward_clip": 1.0,
+    "advantage_clip": 1.0,
+    "generate_max_len": 99,
+    "overlong_buffer": 9,
+    "overlong_factor": 0.5,
+    "overlong_filter": True,
 }
 
 
@@ -43,6 +87,63 @@ def test_the_optimiser_is_built_from(name):
 @pytest.mark.parametrize("name", UPDATE)
 def test_the_update_is_built_from(name):
     assert update_config(replace(BASE, **{name: UPDATE[name]}), 2) != update_config(BASE, 2)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_are_built_from(name):
+    base = replace(BASE, lora_rank=4)
+    other = replace(base, **{name: ADAPTERS[name]})
+    assert other.adapters(other.seed) != base.adapters(base.seed)
+
+
+@pytest.mark.parametrize("name", CREDIT)
+def test_advantages_are_made_from(name):
+    assert credit_config(replace(BASE, **{name: CREDIT[name]})) != credit_config(BASE)
+
+
+def test_settings_that_act_together():
+    with_kl = replace(BASE, init_kl_coef=0.1)
+    in_reward = replace(with_kl, kl_in_reward=True)
+    assert update_config(with_kl, 2).kl_estimator == "k3"
+    assert credit_config(with_kl).kl_estimator is None
+    assert update_config(in_reward, 2).kl_estimator is None
+    assert credit_config(in_reward).kl_estimator == "k3"
+    assert update_config(replace(with_kl, kl_estimator="k2"), 2).kl_estimator == "k2"
+    assert not scores_with_actor(with_kl)
+    assert scores_with_actor(in_reward)
+    adaptive = replace(with_kl, kl_target=0.02, kl_horizon=77.0).kl_controller()
+    assert adaptive == AdaptiveKL(0.1, target=0.02, horizon_samples=77.0)
+    assert with_kl.kl_controller() == FixedKL(0.1)
+    masked = replace(BASE, importance_sampling="mask", importance_floor=0.5)
+    assert update_config(masked, 2).importance == ImportanceConfig(mode="mask", floor=0.5)
+    assert replace(BASE, gap_warn=0.1, gap_stop=0.2).gap_limit() == MismatchLimit(warn=0.1, stop=0.2)
+    assert replace(BASE, critic_learning_rate=0.1).critic_optimizer().adamw.lr == 0.1
+    assert replace(BASE, critic_warmup_steps=1).actor_optimizer().schedule.total_steps == 3
+    layouts = [replace(BASE, **{k: v}).batch_layout for k, v in LAYOUTS.items()]
+    assert [BASE.batch_layout, *layouts] == ["right", "left", "packed", "shared"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"packing": True, "share_prompts": True}, "packing and share_prompts"),
+        ({"packing": True, "padding_side": "left"}, "packing and padding_side left"),
+        ({"kl_in_reward": True}, "kl_in_reward and init_kl_coef 0"),
+        ({"kl_target": 0.1}, "kl_target and init_kl_coef 0"),
+        ({"init_kl_coef": 0.1, "kl_target": -1.0}, "kl_target is -1.0"),
+        ({"importance_floor": 3.0, "importance_sampling": "mask"}, "importance_floor is 3.0"),
+        ({"importance_floor": 0.5}, "importance_sampling 'off'"),
+        ({"gap_warn": 0.5, "gap_stop": 0.1}, "gap_warn and gap_stop"),
+        ({"value_clip": 0.0}, "value_clip is 0.0"),
+        ({"critic_warmup_steps": 4}, "critic_warmup_steps is 4 and max_steps is 4"),
+        ({"high_entropy_ratio": 0.0}, "high_entropy_ratio is 0"),
+        ({"gamma": 1.5}, "gamma is 1.5"),
+        ({"reward_clip": -1.0}, "reward_clip is -1.0"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_names(changes, words):
+    with pytest.raises(ConfigurationError, match=words):
+        replace(BASE, **changes)
 
 
 def test_a_policy_loss_keeps_its_own_clip_unless_one_is_given():
@@ -60,7 +161,7 @@ def test_every_setting_is_read_where_something_is_built():
     unread = [
         item.name
         for item in fields(RFTConfig)
-        if item.name not in {*OPTIMIZER, *UPDATE}
+        if item.name not in {*OPTIMIZER, *UPDATE, *ADAPTERS, *CREDIT, *TOGETHER}
         and f"config.{item.name}" not in text
         and f"args.{item.name}" not in text
     ]

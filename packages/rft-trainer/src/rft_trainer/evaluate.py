@@ -24,9 +24,10 @@ from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import DataSource, EncodedPrompt, PromptDataset, load_source, parse_sources
 from rft_trainer.errors import ConfigurationError, RFTrainerError
-from rft_trainer.models import Actor, checkpoint_folder, load_causal_model, load_tokenizer, quieten_transformers
+from rft_trainer.models import checkpoint_folder, load_tokenizer, quieten_transformers
 from rft_trainer.preflight import check_resume
 from rft_trainer.report import Console
+from rft_trainer.roles import build_policy
 from rft_trainer.session import Ingredients, experience_maker, make_evaluator
 from rft_trainer.strategy import Strategy, get_strategy
 
@@ -109,7 +110,7 @@ def evaluate(
     sets: Mapping[str, Sequence[EncodedPrompt]],
 ) -> dict[str, float]:
     """Metrics of a model; written to `output_dir` and shown. Collective over the world."""
-    actor = strategy.prepare(Actor(load_causal_model(folder)))
+    actor = strategy.prepare(build_policy(config, folder, bf16=strategy.bf16))
     step = 0
     if config.resume_from is not None:
         store = CheckpointStore(config.output_dir / "checkpoints", strategy.data)

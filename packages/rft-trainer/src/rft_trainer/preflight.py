@@ -4,6 +4,7 @@ import importlib.util
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rft_dist import ParallelLayout, TorchrunEnvironment
@@ -17,8 +18,10 @@ from rft_trainer.models.loading import check_model_folder
 RUN_MARKER = "config.json"
 _EXTRAS = {
     "deepspeed": ("DeepSpeed training", "rft-trainer[deepspeed]", "or train with --fsdp"),
+    "peft": ("LoRA", "rft-trainer[lora]", "or leave out --lora_rank"),
     "vllm": ("the vLLM engine", "rft-engines[vllm]", "or use --engine_type hf"),
     "sglang": ("the SGLang engine", "rft-engines[sglang]", "or use --engine_type hf"),
+    "wandb": ("logging to wandb", "rft-trainer[wandb]", "or leave out --wandb_project"),
     "tensorboard": ("TensorBoard logging", "rft-trainer[tensorboard]", "or pass --no_tensorboard"),
 }
 
@@ -46,9 +49,11 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
         lambda: check_resume(config),
         lambda: check_output(config),
     ]
-    if config.pretrain is not None:
-        pretrain = config.pretrain
-        checks.append(lambda: check_model_folder(pretrain))
+    checks += [
+        partial(check_model_folder, folder)
+        for folder in (config.pretrain, config.critic_pretrain, config.teacher)
+        if folder is not None
+    ]
     problems = []
     for check in checks:
         try:
@@ -85,18 +90,43 @@ def _check_batches(config: RFTConfig, world_size: int) -> None:
 
 def _check_estimator(config: RFTConfig) -> None:
     estimator = AdvantageEstimator.get(config.advantage_estimator)
-    estimator.check(group_size=config.n_samples_per_prompt, has_critic=False, has_teacher=False)
+    estimator.check(group_size=config.n_samples_per_prompt, has_teacher=config.teacher is not None)
+    if config.teacher is not None and not estimator.needs_teacher:
+        raise UnsupportedCombination(
+            f"teacher {config.teacher!r} and advantage_estimator {estimator.name!r} do not work together: only "
+            "'on_policy_distillation' reads a teacher"
+        )
+    for name in ("critic_pretrain", "critic_warmup_steps"):
+        if getattr(config, name) and not estimator.needs_critic:
+            raise UnsupportedCombination(
+                f"{name} {getattr(config, name)!r} and advantage_estimator {estimator.name!r} do not work together: it "
+                "has no critic; use --advantage_estimator gae"
+            )
+    is_norm = estimator.name in ("group_norm", "grpo", "on_policy_distillation")
+    for name, own in (("advantage_std", "sample"), ("advantage_scale", "group")):
+        if getattr(config, name) != own and not is_norm:
+            raise UnsupportedCombination(
+                f"{name} {getattr(config, name)!r} and advantage_estimator {estimator.name!r} do not work together: it "
+                "divides by no deviation; use group_norm"
+            )
+    if config.gae_lambda != 0.95 and not estimator.needs_critic:
+        raise UnsupportedCombination(
+            f"gae_lambda {config.gae_lambda} and advantage_estimator {estimator.name!r} do not work together: use gae"
+        )
 
 
 def _check_extras(config: RFTConfig) -> None:
     needed = [] if config.fsdp else ["deepspeed"]
     needed += [config.engine_type] if config.engine_type != "hf" else []
+    needed += ["peft"] if config.lora_rank else []
     needed += ["tensorboard"] if config.tensorboard else []
+    needed += ["wandb"] if config.wandb_project is not None else []
     for module in needed:
         if importlib.util.find_spec(module) is None:
             feature, requirement, otherwise = _EXTRAS[module]
+            extra = requirement.partition("[")[2].rstrip("]")
             raise ConfigurationError(
-                f"{feature} needs the extra {module!r}: add `--extra {module}` to `uv run`, or "
+                f"{feature} needs the extra {extra!r}: add `--extra {extra}` to `uv run`, or "
                 f"`pip install '{requirement}'`, {otherwise}"
             )
 

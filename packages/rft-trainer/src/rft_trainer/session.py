@@ -1,8 +1,6 @@
 """Wires a trainer from a configuration and a strategy; the one place that knows every component."""
 
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,27 +9,22 @@ from torch import nn
 
 from rft_engines import SamplingParams
 from rft_rewards import RewardComputationEngine
+from rft_trainer.algorithms import AdvantageEstimator, KLController
 from rft_trainer.checkpoint import CheckpointStore, RetentionPolicy, TrainerState, fitted_settings
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import BlendedDataset, BlendSampler, EncodedPrompt, Sampler
-from rft_trainer.experience.experience import Collator, Experience
+from rft_trainer.errors import ConfigurationError
+from rft_trainer.experience.credit import CreditAssigner, CreditConfig
+from rft_trainer.experience.experience import Collator
 from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
-from rft_trainer.preflight import RUN_MARKER
-from rft_trainer.report import (
-    Column,
-    Console,
-    JsonlLogger,
-    LoggerGroup,
-    MetricLogger,
-    Rollout,
-    RolloutWriter,
-    TensorBoardLogger,
-)
+from rft_trainer.models import Actor
+from rft_trainer.report import Column, Console, LoggerGroup
+from rft_trainer.run_files import drop_later_files, finished_steps, make_loggers, rollout_keeper
 from rft_trainer.strategy import Strategy, TrainState
 from rft_trainer.trainer.evaluation import Evaluator, three_extractors
-from rft_trainer.trainer.ppo import PPOTrainer
-from rft_trainer.trainer.update import PolicyUpdate, UpdateConfig
+from rft_trainer.trainer.ppo import CRITIC_FOLDER, PPOTrainer
+from rft_trainer.trainer.update import ImportanceConfig, PolicyUpdate, UpdateConfig
 
 STEP_COLUMNS = (
     Column("rollout/reward", "reward"),
@@ -55,6 +48,8 @@ class Ingredients:
 
     actor: TrainState
     initial_model: nn.Module | None
+    critic: TrainState | None = None
+    teacher: nn.Module | None = None
     tokenizer: Any
     prompts: Sequence[EncodedPrompt]
     held_out: Sequence[EncodedPrompt] | Mapping[str, Sequence[EncodedPrompt]]
@@ -65,14 +60,16 @@ class Ingredients:
 def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredients) -> PPOTrainer:
     """A trainer ready to `fit`; resumed when the configuration names a checkpoint. Collective over the world."""
     actor, data = ingredients.actor, strategy.data
-    maker, update = _maker_and_update(config, strategy, ingredients)
+    check_ingredients(config, ingredients)
+    kl = config.kl_controller()
+    maker, update = _maker_and_update(config, strategy, ingredients, kl)
     checkpoints = CheckpointStore(config.output_dir / "checkpoints", data, _retention(config))
     settings = fitted_settings(config, strategy.model_form(actor))
     resumed: TrainerState | None = None
     if config.resume_from is not None:
         resumed = checkpoints.load(
             config.resume_from,
-            lambda folder: strategy.load_checkpoint(actor, folder),
+            lambda folder: _load_models(strategy, ingredients, folder),
             strategy=strategy.backend.name,
             resizable=strategy.backend.resizable,
             settings=settings,
@@ -85,6 +82,9 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         config=config,
         actor=actor,
         reference=ingredients.initial_model,
+        critic=ingredients.critic,
+        teacher=ingredients.teacher,
+        kl=kl,
         backend=strategy.backend,
         runtime=strategy.runtime,
         data=data,
@@ -102,9 +102,9 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
             top_k=config.top_k,
             max_new_tokens=config.generate_max_len,
         ),
-        logger=LoggerGroup(_loggers(config, finished) if main else ()),
+        logger=LoggerGroup(make_loggers(config, finished) if main else ()),
         progress=Console(enabled=main, columns=STEP_COLUMNS),
-        keep_rollouts=_rollout_keeper(config, data.rank),
+        keep_rollouts=rollout_keeper(config, tokenizer=ingredients.tokenizer, rank=data.rank, world_size=data.size),
     )
     if resumed is not None:
         trainer.resume(resumed)
@@ -126,11 +126,11 @@ def _sampler(config: RFTConfig, strategy: Strategy, prompts: Sequence[EncodedPro
 
 def experience_maker(config: RFTConfig, strategy: Strategy, ingredients: Ingredients) -> FastExperienceMaker:
     """The maker of a run that only evaluates."""
-    return _maker_and_update(config, strategy, ingredients)[0]
+    return _maker_and_update(config, strategy, ingredients, config.kl_controller())[0]
 
 
 def _maker_and_update(
-    config: RFTConfig, strategy: Strategy, ingredients: Ingredients
+    config: RFTConfig, strategy: Strategy, ingredients: Ingredients, kl: KLController
 ) -> tuple[FastExperienceMaker, PolicyUpdate]:
     tokenizer = ingredients.tokenizer
     planner = MicroBatchPlanner(
@@ -139,17 +139,16 @@ def _maker_and_update(
         max_tokens=config.max_tokens_per_micro_batch,
         keep_order=config.share_prompts,
     )
-    collator = Collator(pad_token_id=tokenizer.pad_token_id, device=strategy.device, share_prompts=config.share_prompts)
+    collator = Collator(pad_token_id=tokenizer.pad_token_id, device=strategy.device, layout=config.batch_layout)
     maker = FastExperienceMaker(
         runtime=strategy.runtime,
         rewards=ingredients.rewards,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-        estimator=config.advantage_estimator,
-        data=strategy.data,
+        credit=CreditAssigner(credit_config(config), strategy.data, kl),
         planner=planner,
         collator=collator,
-        # One update per rollout: its own forward, detached, is the old policy.
-        score_with_actor=config.updates_per_step > 1,
+        score_with_actor=scores_with_actor(config),
+        count_experts=config.expert_balance_coef > 0,
         base_seed=config.seed,
     )
     update = PolicyUpdate(
@@ -158,9 +157,75 @@ def _maker_and_update(
         data=strategy.data,
         planner=planner,
         collator=collator,
+        kl=kl,
         on_step=strategy.runtime.note_update,
     )
     return maker, update
+
+
+def scores_with_actor(config: RFTConfig) -> bool:
+    """Whether old log-probabilities are computed after the rollout.
+
+    One update per rollout needs none: its own forward, detached, is the old policy. What is made before the update (the
+    divergence in the reward, distillation, the choices of experts) needs them.
+    """
+    teaches = AdvantageEstimator.get(config.advantage_estimator).needs_teacher
+    return config.updates_per_step > 1 or config.kl_in_reward or teaches or config.expert_balance_coef > 0
+
+
+def credit_config(config: RFTConfig) -> CreditConfig:
+    """The part of the configuration that leads from scores to advantages."""
+    return CreditConfig(
+        estimator=config.advantage_estimator,
+        group_size=config.n_samples_per_prompt,
+        gamma=config.gamma,
+        lam=config.gae_lambda,
+        std=config.advantage_std,
+        scale=config.advantage_scale,
+        distillation_coef=config.distillation_coef,
+        whiten=config.whiten_advantages,
+        normalisation=config.reward_normalisation,
+        reward_clip=config.reward_clip,
+        advantage_clip=config.advantage_clip,
+        max_tokens=config.generate_max_len,
+        overlong_buffer=config.overlong_buffer,
+        overlong_factor=config.overlong_factor,
+        overlong_filter=config.overlong_filter,
+        kl_estimator=config.kl_estimator if config.kl_in_reward else None,
+    )
+
+
+def check_ingredients(config: RFTConfig, ingredients: Ingredients) -> None:
+    """The models that the configuration speaks of are there, and the actor scores what the engine samples.
+
+    Raises:
+        ConfigurationError: before any collective, on every rank.
+    """
+    estimator = AdvantageEstimator.get(config.advantage_estimator)
+    estimator.check(has_critic=ingredients.critic is not None, has_teacher=ingredients.teacher is not None)
+    if config.init_kl_coef > 0 and ingredients.initial_model is None:
+        raise ConfigurationError(
+            f"init_kl_coef is {config.init_kl_coef} and no initial_model was given: give one, or 0"
+        )
+    if config.expert_balance_coef > 0 and getattr(ingredients.actor.network, "experts", None) is None:
+        raise ConfigurationError(
+            f"expert_balance_coef is {config.expert_balance_coef} and the model has no experts: leave it at 0"
+        )
+    scoring = getattr(ingredients.actor.network, "scoring", None)
+    if scoring is None:
+        return
+    sampled = Actor.scoring_of(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
+    if scoring != sampled:
+        raise ConfigurationError(
+            f"the actor scores {dict(scoring)} and rollouts are sampled from {sampled}: on-policy ratios would not be "
+            "1; build Actor(model, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)"
+        )
+
+
+def _load_models(strategy: Strategy, ingredients: Ingredients, folder: Path) -> None:
+    strategy.load_checkpoint(ingredients.actor, folder)
+    if ingredients.critic is not None:
+        strategy.load_checkpoint(ingredients.critic, folder / CRITIC_FOLDER)
 
 
 def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
@@ -171,8 +236,17 @@ def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
         options=config.loss_options(),
         aggregation=config.loss_aggregation,
         fixed_length=fixed,
-        kl_coef=config.init_kl_coef,
-        kl_estimator=config.kl_estimator,
+        kl_estimator=config.kl_estimator if config.init_kl_coef > 0 and not config.kl_in_reward else None,
+        importance=ImportanceConfig(
+            mode=config.importance_sampling,
+            level=config.importance_level,
+            cap=config.importance_cap,
+            floor=config.importance_floor,
+        ),
+        entropy_coef=config.entropy_coef,
+        high_entropy_ratio=config.high_entropy_ratio,
+        expert_balance_coef=config.expert_balance_coef,
+        value_clip=config.value_clip,
         epochs=config.max_epochs,
         mini_batch_size=(config.train_batch_size or config.samples_per_step) // data_size,
         keep_groups=config.share_prompts,
@@ -212,38 +286,6 @@ def evaluation_sampling(config: RFTConfig) -> SamplingParams:
     )
 
 
-def _rollout_keeper(config: RFTConfig, rank: int) -> Callable[[int, Sequence[Experience]], None]:
-    """Each rank keeps its own responses, in files of its own."""
-    total = int(config.rollouts_max_mib * 2**20)
-    writer = RolloutWriter(
-        config.output_dir / "rollouts", max_step_bytes=total, max_total_bytes=total, name=f"rank{rank}"
-    )
-
-    def keep(step: int, experiences: Sequence[Experience]) -> None:
-        writer.write(step, map(rollout_of, experiences))
-
-    return keep
-
-
-def rollout_of(experience: Experience) -> Rollout:
-    """The readable form of an experience."""
-    advantages, trainer = experience.advantages, experience.old_log_probs
-    return Rollout(
-        prompt_id=experience.prompt_id,
-        prompt=experience.prompt,
-        response=experience.response,
-        reference=experience.reference,
-        reward=experience.reward,
-        scores=experience.scores,
-        length=len(experience.response_ids),
-        truncated=experience.truncated,
-        advantage=float(advantages.mean()) if advantages is not None and len(advantages) else 0.0,
-        engine_log_probs=tuple(experience.engine_log_probs.tolist()),
-        trainer_log_probs=() if trainer is None else tuple(trainer.tolist()),
-        weights_version=experience.weights_version,
-    )
-
-
 def _retention(config: RFTConfig) -> RetentionPolicy:
     return RetentionPolicy(
         count=config.max_checkpoints,
@@ -251,27 +293,3 @@ def _retention(config: RFTConfig) -> RetentionPolicy:
         metric=config.best_metric,
         lowest=config.best_metric_lowest,
     )
-
-
-def finished_steps(config: RFTConfig, resumed: TrainerState | None) -> int | None:
-    """Steps whose logs stay; -1: none of those of a run that ended before its first checkpoint; None: a new run."""
-    if resumed is not None:
-        return resumed.step
-    return -1 if config.resume == "auto" else None
-
-
-def drop_later_files(output_dir: Path, finished: int) -> None:
-    """Remove rollouts and evaluations of steps after `finished`: they are made again, perhaps by other ranks."""
-    for folder in ("rollouts", "evaluation"):
-        for file in sorted((output_dir / folder).glob("*.jsonl")):
-            step = re.search(r"[-_](\d{6})", file.name)
-            if step is not None and int(step.group(1)) > finished:
-                file.unlink()
-
-
-def _loggers(config: RFTConfig, finished_steps: int | None) -> list[MetricLogger]:
-    (config.output_dir / RUN_MARKER).write_text(json.dumps(config.as_dict(), indent=1))
-    loggers: list[MetricLogger] = [JsonlLogger(config.output_dir / "metrics.jsonl", resume_after=finished_steps)]
-    if config.tensorboard:
-        loggers.append(TensorBoardLogger(config.output_dir / "tensorboard", resume_after=finished_steps))
-    return loggers

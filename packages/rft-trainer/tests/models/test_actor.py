@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
-from rft_trainer.models import Actor, load_causal_model, padded_layout, shared_prompt_layout
+from rft_trainer.models import Actor, load_causal_model, packed_layout, padded_layout, shared_prompt_layout
 from rft_trainer.testing import tiny_model_folder
 
 # Two groups; one response is empty.
@@ -14,6 +14,7 @@ LAYOUTS = {
     "right": padded_layout,
     "left": lambda prompts, responses, pad: padded_layout(prompts, responses, pad, side="left"),
     "shared": shared_prompt_layout,
+    "packed": packed_layout,
 }
 
 

@@ -15,6 +15,8 @@ from rft_trainer import RFTConfig
 from rft_trainer.data import PromptDataset, RecordFields
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.experience import Collator, FastExperienceMaker, MicroBatchPlanner
+from rft_trainer.experience.credit import CreditAssigner
+from rft_trainer.session import credit_config
 from rft_trainer.strategy import WorldDataParallel
 from rft_trainer.testing import AloneDataParallel, byte_tokenizer
 from rft_trainer.trainer import Evaluator, three_extractors
@@ -73,8 +75,7 @@ def evaluator(data, folder=None, items=ITEMS, **options):
         runtime=runtime,
         rewards=RewardComputationEngine(RewardRecipe(functions=[exact_answer("strict")])),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-        estimator="group_norm",
-        data=data,
+        credit=CreditAssigner(credit_config(RFTConfig()), data, RFTConfig().kl_controller()),
         planner=MicroBatchPlanner(data, responses=4),
         collator=Collator(pad_token_id=0, device=torch.device("cpu")),
         score_with_actor=False,

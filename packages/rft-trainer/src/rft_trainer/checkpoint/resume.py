@@ -7,10 +7,15 @@ from typing import Any
 from rft_trainer.checkpoint.manifest import Manifest
 from rft_trainer.checkpoint.store import LATEST, complete_checkpoints, replaced_folder
 from rft_trainer.config import RFTConfig
-from rft_trainer.config.algorithm import AlgorithmOptions
-from rft_trainer.config.optimizer import OptimizerOptions
+from rft_trainer.config.data import DataOptions
+from rft_trainer.config.distribution import DistributionOptions
+from rft_trainer.config.evaluation import EvaluationOptions
+from rft_trainer.config.rollout import RolloutOptions
+from rft_trainer.config.run import RunOptions
 from rft_trainer.errors import CheckpointError
 
+# Groups of settings in which a resumed run may differ; what is new elsewhere must fit until it is known to be free.
+_CHANGEABLE = (RunOptions, RolloutOptions, DistributionOptions, EvaluationOptions, DataOptions)
 # How the work is cut, which changes no result.
 _FREE = frozenset({"micro_train_batch_size", "max_tokens_per_micro_batch"})
 _OTHERS = ("rollout_batch_size", "n_samples_per_prompt", "seed")
@@ -43,11 +48,11 @@ def resolve_resume(config: RFTConfig) -> RFTConfig:
 
 
 def fitted_settings(config: RFTConfig, model: str) -> dict[str, Any]:
-    """Settings that a resumed run must share: optimiser, algorithm, group and batch, seed, and the model's form.
+    """Settings that a resumed run must share: optimiser, adapters, algorithm, rewards, group and batch, seed, model.
 
     `model` describes names and shapes of the weights. `max_steps` counts where it shapes the learning rate.
     """
-    names = [item.name for group in (OptimizerOptions, AlgorithmOptions) for item in fields(group)]
+    names = [item.name for group in RFTConfig.__bases__ if group not in _CHANGEABLE for item in fields(group)]
     chosen = [name for name in (*names, *_OTHERS) if name not in _FREE]
     if config.lr_scheduler != "constant":
         chosen.append("max_steps")

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +18,8 @@ from rft_trainer.strategy.protocols import DataParallel
 LATEST = "latest"
 BEST = "best"
 
-Pending = Future[Any] | None
-"""What writes shards: a future while they are written in the background, None when they are written."""
+Pending = Sequence[Future[Any]]
+"""What is still written in the background; nothing when the shards are written."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class CheckpointStore:
         self.finish()
         partial = self._root / f".{_name(state.step)}.partial"
         self._on_main(lambda: _fresh(partial))
-        pending: Pending = None
+        pending: Pending = ()
         error: BaseException | None = None
         try:
             pending = write_shards(partial / "shards")
@@ -79,7 +79,7 @@ class CheckpointStore:
         """
         if self._writing is None:
             return None
-        busy = self._writing.pending is not None and not self._writing.pending.done()
+        busy = not all(write.done() for write in self._writing.pending)
         return None if self._data.most(int(busy)) else self.finish()
 
     def finish(self) -> Path | None:
@@ -93,8 +93,8 @@ class CheckpointStore:
             return None
         partial, error = writing.partial, None
         try:
-            if writing.pending is not None:
-                writing.pending.result()
+            for write in writing.pending:
+                write.result()
         except Exception as failure:  # noqa: BLE001 - raised on all ranks below
             error = failure
         self._together(partial, error)

@@ -39,8 +39,12 @@ class RunOptions:
     """Seed of weights, data order and sampling."""
     tensorboard: bool = True
     """Write TensorBoard events beside the JSONL."""
+    wandb_project: str | None = None
+    """Log to this project of wandb too (extra wandb)."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """offline: wandb writes to output_dir/wandb, for `wandb sync` later."""
     rollouts_max_mib: float = 64.0
-    """Bytes of rollouts that are kept for reading, in MiB."""
+    """Bytes of rollouts that are kept for reading, over all ranks and steps, in MiB."""
 
     def _run_problems(self) -> list[str]:
         return below(self, 1, "max_steps") + below(

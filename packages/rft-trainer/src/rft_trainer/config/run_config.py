@@ -7,10 +7,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from rft_trainer.config.algorithm import AlgorithmOptions
+from rft_trainer.config.critic import CriticOptions
 from rft_trainer.config.data import DataOptions
 from rft_trainer.config.distribution import DistributionOptions
 from rft_trainer.config.evaluation import EvaluationOptions
+from rft_trainer.config.lora import LoRAOptions
+from rft_trainer.config.mismatch import MismatchOptions
 from rft_trainer.config.optimizer import OptimizerOptions
+from rft_trainer.config.reward import RewardOptions
 from rft_trainer.config.rollout import RolloutOptions
 from rft_trainer.config.run import RunOptions
 from rft_trainer.errors import ConfigurationError
@@ -30,7 +34,11 @@ class OptimizerConfig:
 class RFTConfig(
     RunOptions,
     OptimizerOptions,
+    LoRAOptions,
     AlgorithmOptions,
+    RewardOptions,
+    CriticOptions,
+    MismatchOptions,
     RolloutOptions,
     DistributionOptions,
     EvaluationOptions,
@@ -44,9 +52,14 @@ class RFTConfig(
             *self._evaluation_problems(),
             *self._rollout_problems(),
             *self._algorithm_problems(),
+            *self._reward_problems(),
+            *self._critic_problems(),
+            *self._mismatch_problems(),
             *self._optimizer_problems(),
+            *self._lora_problems(),
             *self._run_problems(),
             *self._batch_problems(),
+            *self._adapter_problems(),
         ]
         if self.train_batch_size is None or self.train_batch_size >= 1:
             try:
@@ -64,6 +77,19 @@ class RFTConfig(
                 f"(rollout_batch_size {self.rollout_batch_size} x n_samples_per_prompt {self.n_samples_per_prompt}): "
                 "choose a divisor"
             ]
+        if 0 < self.max_steps <= self.critic_warmup_steps:
+            return [
+                f"critic_warmup_steps is {self.critic_warmup_steps} and max_steps is {self.max_steps}: the actor would "
+                "never be trained; raise max_steps"
+            ]
+        return []
+
+    def _adapter_problems(self) -> list[str]:
+        if self.lora_rank and self.freeze:
+            return [
+                f"freeze is {list(self.freeze)} and lora_rank is {self.lora_rank}: adapters freeze all weights; "
+                "leave out freeze, and choose the adapted layers by lora_targets"
+            ]
         return []
 
     @property
@@ -75,12 +101,19 @@ class RFTConfig(
 
     def actor_optimizer(self) -> OptimizerConfig:
         """The part that the actor's optimiser is built from."""
+        return self._optimizer(self.actor_learning_rate, self.max_steps - self.critic_warmup_steps)
+
+    def critic_optimizer(self) -> OptimizerConfig:
+        """The part that the critic's optimiser is built from: its own rate, the rest as the actor's."""
+        return self._optimizer(self.critic_learning_rate, self.max_steps)
+
+    def _optimizer(self, rate: float, steps: int) -> OptimizerConfig:
         return OptimizerConfig(
-            adamw=AdamWConfig(lr=self.actor_learning_rate, betas=self.adam_betas, weight_decay=self.weight_decay),
+            adamw=AdamWConfig(lr=rate, betas=self.adam_betas, weight_decay=self.weight_decay),
             schedule=ScheduleConfig(
                 kind=self.lr_scheduler,
                 warmup_steps=self.lr_warmup_steps,
-                total_steps=self.max_steps * self.updates_per_step,
+                total_steps=steps * self.updates_per_step,
             ),
             max_norm=self.max_norm,
         )

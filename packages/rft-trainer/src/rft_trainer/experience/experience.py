@@ -1,12 +1,14 @@
 """What one response teaches: ids as sampled, log-probabilities of every role, reward and advantage, on the CPU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from rft_trainer.models.layout import TokenLayout, padded_layout, shared_prompt_layout
+from rft_rewards import RewardSample
+from rft_trainer.models.layout import TokenLayout, packed_layout, padded_layout, shared_prompt_layout
 from rft_trainer.models.padding import right_pad
 
 
@@ -15,12 +17,17 @@ class Experience:
     """One sampled response [T tokens] to one prompt [P tokens].
 
     Tensors live on the CPU. `group` is the number of the prompt in its data set, equal for its n responses. Filled at
-    generation: ids, engine log-probabilities, version. Filled by the roles, in this order: `old_log_probs` (actor),
-    `ref_log_probs`, `reward` and `scores`, then `advantages`.
+    generation: ids, engine log-probabilities, version. Then, in this order: `score`, `scores` and `step_rewards` by the
+    reward functions; the columns of the roles (actor, reference, critic, teacher); `reward`, `advantages`, `returns`.
 
     prompt_ids: [P] int64; response_ids: [T] int64; response_mask: [T] bool, tokens that are trained.
     engine_log_probs: [T] fp32, of the distribution sampled from.
     old_log_probs: [T] fp32; None while the first update's own forward stands in for them.
+    ref_log_probs, teacher_log_probs, values, advantages, returns: [T] fp32; None where no role gives them.
+    score: what the reward functions gave; reward: the score after penalties, normalisation and clip.
+    step_rewards: (column of the response, reward) of each step that a reward function scored.
+    update_log_probs, update_entropies: [T] fp32, of the last forward of the update, for rollout files.
+    expert_counts: [E] how often each expert was chosen for a token of the response; None unless they are balanced.
     """
 
     group: int
@@ -37,9 +44,17 @@ class Experience:
     label: str = "default"
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
-    reward: float = 0.0
+    teacher_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    expert_counts: Tensor | None = None
+    score: float = 0.0
     scores: Mapping[str, float] = field(default_factory=dict)
+    step_rewards: Sequence[tuple[int, float]] = ()
+    reward: float = 0.0
     advantages: Tensor | None = None
+    returns: Tensor | None = None
+    update_log_probs: Tensor | None = None
+    update_entropies: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -61,23 +76,42 @@ class ExperienceBatch:
     advantages: Tensor | None
     old_log_probs: Tensor | None
     ref_log_probs: Tensor | None
+    values: Tensor | None
+    returns: Tensor | None
+    rows: tuple[Experience, ...] = ()
+
+    def keep_scores(self, log_probs: Tensor, entropies: Tensor) -> None:
+        """Note what the update computed, [B, T], in the experiences themselves, for rollout files."""
+        kept = torch.stack((log_probs.detach(), entropies.detach())).cpu()
+        for index, row in enumerate(self.rows):
+            row.update_log_probs, row.update_entropies = kept[:, index, : len(row.response_ids)].clone()
+
+
+LAYOUTS: Mapping[str, Callable[[Sequence[Tensor], Sequence[Tensor], int], TokenLayout]] = {
+    "right": padded_layout,
+    "left": partial(padded_layout, side="left"),
+    "packed": packed_layout,
+    "shared": shared_prompt_layout,
+}
+"""How responses may lie in a batch; the numbers are the same. "shared" puts responses to one prompt that stand side by
+side behind that prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collator:
     """Makes batches for one model.
 
-    share_prompts: responses to one prompt that stand side by side share its tokens (`shared_prompt_layout`).
+    layout: name of an entry of `LAYOUTS`.
     """
 
     pad_token_id: int
     device: torch.device
-    share_prompts: bool = False
+    layout: str = "right"
 
     def __call__(self, experiences: Sequence[Experience]) -> ExperienceBatch:
         """A batch of at least one experience."""
-        arrange = shared_prompt_layout if self.share_prompts else padded_layout
-        layout = arrange([e.prompt_ids for e in experiences], [e.response_ids for e in experiences], self.pad_token_id)
+        prompts, responses = [e.prompt_ids for e in experiences], [e.response_ids for e in experiences]
+        layout = LAYOUTS[self.layout](prompts, responses, self.pad_token_id)
 
         def columns(name: str) -> Tensor | None:
             tensors = [getattr(e, name) for e in experiences]
@@ -95,4 +129,38 @@ class Collator:
             advantages=columns("advantages"),
             old_log_probs=columns("old_log_probs"),
             ref_log_probs=columns("ref_log_probs"),
+            values=columns("values"),
+            returns=columns("returns"),
+            rows=tuple(experiences),
         )
+
+
+def reward_sample(experience: Experience) -> RewardSample:
+    """What reward functions may look at."""
+    return RewardSample(
+        response=experience.response,
+        response_ids=tuple(experience.response_ids.tolist()),
+        prompt=experience.prompt,
+        reference=experience.reference,
+        label=experience.label,
+        truncated=experience.truncated,
+    )
+
+
+def placeholder(experiences: Sequence[Experience]) -> Experience:
+    """A two-token row that keeps a rank in step with the others' forwards; it must carry zero weight."""
+    token = experiences[0].prompt_ids[:1] if experiences else torch.zeros(1, dtype=torch.long)
+    return Experience(
+        group=-1,
+        prompt_ids=token,
+        response_ids=token.clone(),
+        response_mask=torch.zeros(1, dtype=torch.bool),
+        engine_log_probs=torch.zeros(1),
+        weights_version=0,
+        truncated=False,
+        old_log_probs=torch.zeros(1),
+        ref_log_probs=torch.zeros(1),
+        values=torch.zeros(1),
+        advantages=torch.zeros(1),
+        returns=torch.zeros(1),
+    )

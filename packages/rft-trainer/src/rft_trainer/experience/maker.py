@@ -1,26 +1,36 @@
-"""From prompts to experiences, role by role: rollout, actor, reference, rewards, advantages."""
+"""From prompts to experiences, role by role: rollout, rewards, actor, reference, critic, teacher, advantages."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from rft_dist import Sum
+from rft_dist import Mean, Sum
 from rft_engines import Generation, GenerationRequest, SamplingParams, request_seed
-from rft_rewards import RewardComputationEngine, RewardSample
-from rft_trainer.algorithms import AdvantageEstimator, AdvantageInputs, Moments, whiten
+from rft_rewards import RewardComputationEngine
 from rft_trainer.data import EncodedPrompt
-from rft_trainer.experience.experience import Collator, Experience
+from rft_trainer.experience.credit import CreditAssigner
+from rft_trainer.experience.experience import Collator, Experience, placeholder, reward_sample
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
-from rft_trainer.models.padding import right_pad
-from rft_trainer.strategy.protocols import DataParallel, RolloutRuntime
+from rft_trainer.strategy.protocols import RolloutRuntime
 
 
 class PhaseTimer(Protocol):
     """Context manager that adds the time inside to the named phase."""
 
     def __call__(self, name: str) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The models of one step, as their backend wraps them; None: the run has no such role."""
+
+    actor: nn.Module
+    reference: nn.Module | None = None
+    critic: nn.Module | None = None
+    teacher: nn.Module | None = None
 
 
 class FastExperienceMaker:
@@ -30,12 +40,12 @@ class FastExperienceMaker:
         runtime: generates with weights of a known version.
         rewards: scores responses.
         decode: token ids to text without special tokens, what rewards see.
-        estimator: entry of `AdvantageEstimator`.
-        data: collectives over the data ranks.
+        credit: from scores to advantages.
         planner: micro-batches agreed over ranks.
         collator: batches of experiences for the models.
         score_with_actor: compute the actor's log-probabilities now; off when the only update of a rollout uses its own
             forward for them.
+        count_experts: count the choices of a mixture of experts in the same pass.
         base_seed: seed of the run; each sample's seed derives from (seed, step, prompt, sample).
     """
 
@@ -45,21 +55,21 @@ class FastExperienceMaker:
         runtime: RolloutRuntime,
         rewards: RewardComputationEngine,
         decode: Callable[[Sequence[int]], str],
-        estimator: str,
-        data: DataParallel,
+        credit: CreditAssigner,
         planner: MicroBatchPlanner,
         collator: Collator,
         score_with_actor: bool,
+        count_experts: bool = False,
         base_seed: int,
     ) -> None:
         self._runtime = runtime
         self._rewards = rewards
         self._decode = decode
-        self._estimator = AdvantageEstimator.get(estimator)
-        self._data = data
+        self._credit = credit
         self._planner = planner
         self._collate = collator
         self._score_with_actor = score_with_actor
+        self._count_experts = count_experts
         self._seed = base_seed
 
     def make(
@@ -69,26 +79,38 @@ class FastExperienceMaker:
         sampling: SamplingParams,
         *,
         step: int,
-        actor: nn.Module,
-        reference: nn.Module | None,
+        roles: Roles,
         timer: PhaseTimer,
-    ) -> list[Experience]:
-        """This rank's experiences, n per prompt, groups side by side.
+    ) -> tuple[list[Experience], dict[str, Mean]]:
+        """This rank's experiences, n per prompt, groups side by side, and metrics that still want their reduction.
 
         Collective over the rollout group (generation) and the world (roles of sharded models).
         """
         with timer("generate"):
             experiences = self.rollout(items, prompts, sampling, step=step)
-        if self._score_with_actor:
-            with timer("actor_log_probs"):
-                self._score(actor, experiences, "old_log_probs")
-        if reference is not None:
-            with timer("reference"):
-                self._score(reference, experiences, "ref_log_probs")
         with timer("rewards"):
             self.reward(experiences)
-            self._advantages(experiences, sampling.n)
-        return experiences
+        return experiences, self.learnable(experiences, roles, timer)
+
+    def learnable(self, experiences: Sequence[Experience], roles: Roles, timer: PhaseTimer) -> dict[str, Mean]:
+        """Scored responses become what the update learns from: columns of the roles, reward, advantages.
+
+        Metrics that still want their reduction. Collective over the world.
+        """
+        if self._score_with_actor:
+            with timer("actor_log_probs"):
+                self._score(roles.actor, experiences, "old_log_probs", counts_experts=self._count_experts)
+        if roles.reference is not None:
+            with timer("reference"):
+                self._score(roles.reference, experiences, "ref_log_probs")
+        if roles.critic is not None:
+            with timer("critic_values"):
+                self._score(roles.critic, experiences, "values")
+        if roles.teacher is not None:
+            with timer("teacher"):
+                self._score(roles.teacher, experiences, "teacher_log_probs")
+        with timer("advantages"):
+            return self._credit(experiences)
 
     def rollout(
         self, items: Sequence[int], prompts: Sequence[EncodedPrompt], sampling: SamplingParams, *, step: int
@@ -131,67 +153,37 @@ class FastExperienceMaker:
         return {name: Sum(float(count)) for name, count in self._rewards.take_counters().items()}
 
     def reward(self, experiences: Sequence[Experience]) -> None:
-        """Fill `reward` and `scores`."""
+        """Fill `score`, `scores` and `step_rewards`; `reward` is the score until it is shaped."""
         results = self._rewards.compute([reward_sample(e) for e in experiences])
         for experience, result in zip(experiences, results, strict=True):
-            experience.reward = result.total
+            experience.score = experience.reward = result.total
             experience.scores = dict(result.scores)
+            experience.step_rewards = result.step_rewards or ()
 
-    def _advantages(self, experiences: Sequence[Experience], group_size: int) -> None:
-        """Fill `advantages`; whitened over all ranks where the paper says so. Collective over the world."""
-        mask = torch.zeros(0, 0, dtype=torch.bool)
-        advantages = torch.zeros(0, 0)
-        if experiences:
-            mask = right_pad([e.response_mask for e in experiences], 0)[0]
-            rewards = torch.tensor([e.reward for e in experiences])
-            inputs = AdvantageInputs(rewards=rewards, mask=mask, group_size=group_size)
-            advantages = self._estimator(inputs).advantages
-        if self._estimator.whitens:
-            # A rank without responses joins with zeros.
-            moments = Moments(self._data.sum(Moments.of(advantages, mask).sums))
-            advantages = whiten(advantages, mask, moments=moments)
-        for row, experience in enumerate(experiences):
-            experience.advantages = advantages[row, : len(experience.response_ids)]
+    def state_dict(self) -> dict[str, Any]:
+        """What the rewards of the next step depend on."""
+        return self._credit.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        self._credit.load_state_dict(state)
 
     @torch.no_grad()
-    def _score(self, model: nn.Module, experiences: Sequence[Experience], name: str) -> None:
-        """Fill one log-probability column in eval mode; the model's mode is restored. Collective over the world."""
-        training = model.training
+    def _score(
+        self, model: nn.Module, experiences: Sequence[Experience], column: str, *, counts_experts: bool = False
+    ) -> None:
+        """Fill a column in eval mode; the model's mode is restored. Collective over the world."""
+        training, options = model.training, {"with_experts": True} if counts_experts else {}
         model.eval()
         try:
             for indices in self._planner.plan(experiences):
                 rows = [experiences[i] for i in indices] or [placeholder(experiences)]
-                scores: Tensor = model(self._collate(rows).layout).log_probs.cpu()
+                output = model(self._collate(rows).layout, **options)
+                # The first output is the one per token: log-probabilities or values.
+                per_token: Tensor = output[0].cpu()
                 for row, index in enumerate(indices):
-                    setattr(experiences[index], name, scores[row, : len(experiences[index].response_ids)].clone())
+                    setattr(experiences[index], column, per_token[row, : len(experiences[index].response_ids)].clone())
+                    if counts_experts:
+                        experiences[index].expert_counts = output.expert_counts[row].cpu()
         finally:
             model.train(training)
-
-
-def reward_sample(experience: Experience) -> RewardSample:
-    """What reward functions may look at."""
-    return RewardSample(
-        response=experience.response,
-        response_ids=tuple(experience.response_ids.tolist()),
-        prompt=experience.prompt,
-        reference=experience.reference,
-        label=experience.label,
-        truncated=experience.truncated,
-    )
-
-
-def placeholder(experiences: Sequence[Experience]) -> Experience:
-    """A two-token row that keeps a rank in step with the others' forwards; it must carry zero weight."""
-    token = experiences[0].prompt_ids[:1] if experiences else torch.zeros(1, dtype=torch.long)
-    return Experience(
-        group=-1,
-        prompt_ids=token,
-        response_ids=token.clone(),
-        response_mask=torch.zeros(1, dtype=torch.bool),
-        engine_log_probs=torch.zeros(1),
-        weights_version=0,
-        truncated=False,
-        old_log_probs=torch.zeros(1),
-        ref_log_probs=torch.zeros(1),
-        advantages=torch.zeros(1),
-    )

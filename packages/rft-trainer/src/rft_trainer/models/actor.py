@@ -1,14 +1,17 @@
 """The Actor: a Hugging Face causal model that returns log-probabilities of response tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from rft_trainer.algorithms import expert_counts
 from rft_trainer.errors import UnsupportedCombination
 from rft_trainer.models.layout import TokenLayout
 from rft_trainer.models.log_probs import chunked_log_probs
+from rft_trainer.models.lora import AdapterConfig, add_adapters
+from rft_trainer.models.packing import attend_packed
 from rft_trainer.optim import freeze_prefixes
 
 
@@ -17,10 +20,14 @@ class TokenScores(NamedTuple):
 
     log_probs: [B, T] fp32, 0 outside the mask.
     entropy: [B, T] fp32, of the distribution that was scored; 0 outside the mask.
+    router_logits: [layers * N, E] of the N response tokens in every layer with experts, when asked for.
+    expert_counts: [B, E] how often each expert was chosen for a row's response tokens, over all layers.
     """
 
     log_probs: Tensor
     entropy: Tensor
+    router_logits: Tensor | None = None
+    expert_counts: Tensor | None = None
 
 
 class LogProbHead(nn.Linear):
@@ -53,10 +60,43 @@ class LogProbHead(nn.Linear):
         )
 
 
+def without_dropout(model: nn.Module) -> nn.Module:
+    """`model` with every dropout at 0: in training mode it scores as in evaluation, so an on-policy ratio is 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def checkpoint_blocks(model: Any) -> None:
+    """Recompute the blocks of a transformers model in backward."""
+    # Non-reentrant, because frozen lower blocks leave the first inputs without a gradient.
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def decode(decoder: Any, layout: TokenLayout, **options: Any) -> Any:
+    """The decoder's output for the rows of `layout`; its first entry is the hidden states [R, L, H]."""
+    if layout.cumulative_lengths is not None:
+        attend_packed(decoder)
+        edges, longest = layout.cumulative_lengths, layout.longest
+        options |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
+    return decoder(
+        input_ids=layout.input_ids,
+        attention_mask=layout.attention_mask,
+        position_ids=layout.position_ids,
+        use_cache=False,
+        **options,
+    )
+
+
 class Actor(nn.Module):
     """Scores tokens of given sequences under a causal language model.
 
-    `temperature`, `top_p` and `top_k` are those of the rollouts, so that an on-policy ratio is 1.
+    `temperature`, `top_p` and `top_k` are those of the rollouts, so that an on-policy ratio is 1; for the same
+    reason no dropout is left in the model.
     Raises UnsupportedCombination when the output layer is not a plain linear layer.
     """
 
@@ -70,9 +110,21 @@ class Actor(nn.Module):
             )
         # The class changes in place: the parameter, its name and its tie to the embedding stay.
         head.__class__ = LogProbHead
-        self.model = model
-        # Greedy rollouts (temperature 0) have no distribution to match; they are scored at temperature 1.
-        self._scoring = {"temperature": temperature or 1.0, "top_p": top_p, "top_k": top_k or None}
+        self.model = without_dropout(model)
+        self._scoring = self.scoring_of(temperature=temperature, top_p=top_p, top_k=top_k)
+
+    @staticmethod
+    def scoring_of(*, temperature: float, top_p: float, top_k: int) -> dict[str, Any]:
+        """What is scored for rollouts with these numbers."""
+        # Engines report greedy rollouts (temperature 0) under the full distribution at temperature 1.
+        if temperature == 0:
+            return {"temperature": 1.0, "top_p": 1.0, "top_k": None}
+        return {"temperature": temperature, "top_p": top_p, "top_k": top_k or None}
+
+    @property
+    def scoring(self) -> Mapping[str, Any]:
+        """Temperature, top_p and top_k of the distribution that is scored."""
+        return self._scoring
 
     def freeze(self, prefixes: Sequence[str]) -> list[str]:
         """Fix the parameters whose checkpoint name begins with one of `prefixes`, before the model is wrapped.
@@ -81,31 +133,49 @@ class Actor(nn.Module):
         """
         return freeze_prefixes(self.model, prefixes)
 
+    def add_adapters(self, config: AdapterConfig) -> None:
+        """Train low-rank adapters and nothing else, before the model is wrapped.
+
+        Raises ConfigurationError when the extra is missing or a target matches no layer, UnsupportedCombination when
+        one is the output layer.
+        """
+        self.model = add_adapters(self.model, config)
+
     def checkpoint_activations(self) -> None:
         """Keep only the inputs of each block in forward and compute the rest again in backward."""
-        # Non-reentrant, because frozen lower blocks leave the first inputs without a gradient.
-        cast(Any, self.model).gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_blocks(self.model)
 
     @property
     def config(self) -> Any:
         """The Hugging Face configuration."""
         return self.model.config
 
-    def forward(self, layout: TokenLayout) -> TokenScores:
-        """Score the response tokens of `layout`, [B, T]."""
-        decoder = cast(Any, self.model).get_decoder()
-        hidden = decoder(
-            input_ids=layout.input_ids,
-            attention_mask=layout.attention_mask,
-            position_ids=layout.position_ids,
-            use_cache=False,
-        )[0]
-        mask = layout.mask
+    @property
+    def experts(self) -> tuple[int, int] | None:
+        """(experts, experts chosen for a token) of a mixture of experts; None for a dense model."""
+        config = self.config.get_text_config()
+        count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+        return None if not count else (int(count), int(config.num_experts_per_tok))
+
+    def forward(self, layout: TokenLayout, *, with_experts: bool = False) -> TokenScores:
+        """Score the response tokens of `layout`, [B, T]; `with_experts` adds what the balance of experts needs."""
+        decoder, mask = cast(Any, self.model).get_decoder(), layout.mask
+        output = decode(decoder, layout, **({"output_router_logits": True} if with_experts else {}))
+        hidden = output[0]
         head = cast(Any, self.model).get_output_embeddings()
         log_probs, entropy = head(hidden.flatten(0, 1)[layout.predictors[mask]], layout.labels[mask], **self._scoring)
-        return TokenScores(_scatter(log_probs, mask), _scatter(entropy, mask))
+        scores = TokenScores(scatter_tokens(log_probs, mask), scatter_tokens(entropy, mask))
+        return self._with_experts(scores, output.router_logits, layout) if with_experts else scores
+
+    def _with_experts(self, scores: TokenScores, layers: Sequence[Tensor], layout: TokenLayout) -> TokenScores:
+        assert self.experts is not None
+        places = layout.predictors[layout.mask]
+        logits = torch.cat([layer.flatten(0, -2)[places] for layer in layers])
+        rows = layout.mask.nonzero()[:, 0].repeat(len(layers))
+        counts = [expert_counts(logits.detach(), rows == row, self.experts[1]) for row in range(len(layout.mask))]
+        return scores._replace(router_logits=logits, expert_counts=torch.stack(counts))
 
 
-def _scatter(flat: Tensor, mask: Tensor) -> Tensor:
+def scatter_tokens(flat: Tensor, mask: Tensor) -> Tensor:
     """[N] values into the true cells of [B, T], row by row; 0 elsewhere."""
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)

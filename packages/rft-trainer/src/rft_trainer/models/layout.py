@@ -1,7 +1,8 @@
-"""How responses lie in the rows that a model sees: padded one by one, or side by side behind their common prompt."""
+"""How responses lie in the rows that a model sees: padded, packed end to end, or behind their common prompt."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +15,14 @@ class TokenLayout:
     """R rows of L tokens that hold B responses of at most T tokens, and where each response token's score comes from.
 
     input_ids: [R, L] int64.
-    attention_mask: [R, L] bool, real tokens; or [R, 1, L, L] bool, which columns each token may look at.
+    attention_mask: [R, L] bool, real tokens; or [R, 1, L, L] bool, which columns each token may look at; or
+        [1, 1, 1, 1] for packed rows, whose bounds are in `cumulative_lengths`.
     position_ids: [R, L] int64; every response counts on from the end of its prompt.
     predictors: [B, T] int64 in [0, R * L): the flat place of the token before, whose hidden state predicts this one.
     labels: [B, T] int64.
     mask: [B, T] bool, where a response token stands.
+    cumulative_lengths: [B + 1] int32 (0, l_0, l_0 + l_1, ...) of packed rows, None for the other layouts.
+    longest: tokens of the longest packed row.
     """
 
     input_ids: Tensor
@@ -27,10 +31,13 @@ class TokenLayout:
     predictors: Tensor
     labels: Tensor
     mask: Tensor
+    cumulative_lengths: Tensor | None = None
+    longest: int = 0
 
     def to(self, device: torch.device) -> "TokenLayout":
         """The same on another device."""
-        return TokenLayout(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+        tensors: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
 
 def padded_layout(
@@ -66,6 +73,34 @@ def padded_layout(
         predictors=right_pad(predictors, 0)[0],
         labels=labels,
         mask=mask,
+    )
+
+
+def packed_layout(prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_token_id: int) -> TokenLayout:
+    """One row for all: prompts and responses end to end, without padding, positions restarting at 0 in each.
+
+    `pad_token_id` is not used: the layouts share one signature.
+
+    Raises:
+        ValueError: as `padded_layout`.
+    """
+    _check(prompts, responses)
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    predictors = [
+        int(end) - len(response) - 1 + torch.arange(len(response))
+        for end, response in zip(edges[1:], responses, strict=True)
+    ]
+    labels, mask = right_pad(responses, 0)
+    return TokenLayout(
+        input_ids=torch.cat([part for pair in zip(prompts, responses, strict=True) for part in pair])[None],
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        predictors=right_pad(predictors, 0)[0],
+        labels=labels,
+        mask=mask,
+        cumulative_lengths=edges.int(),
+        longest=max(lengths),
     )
 
 

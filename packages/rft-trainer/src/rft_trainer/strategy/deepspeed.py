@@ -167,7 +167,13 @@ class DeepspeedBackend:
         engine: Any = state.module
         files = self._shard_files(engine)
         files.copies = background
-        engine.save_checkpoint(str(folder), tag=_TAG, client_state={"scheduler": state.scheduler.state_dict()})
+        engine.save_checkpoint(
+            str(folder),
+            tag=_TAG,
+            client_state={"scheduler": state.scheduler.state_dict()},
+            # Frozen weights are those of the initial checkpoint, which a resumed run reads anyway.
+            exclude_frozen_parameters=True,
+        )
         written = files.written()
         if background:
             return written
@@ -178,7 +184,7 @@ class DeepspeedBackend:
         """Read DeepSpeed's own checkpoint; the world size must be the one that wrote it. Collective over the world."""
         engine: Any = state.module
         self._shard_files(engine)
-        path, client = engine.load_checkpoint(str(folder), tag=_TAG)
+        path, client = engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=False)
         if path is None:
             raise CheckpointError(f"{folder}: DeepSpeed found no checkpoint with tag {_TAG!r} there")
         state.scheduler.load_state_dict(client["scheduler"])

@@ -19,7 +19,7 @@ from rft_engines import EngineConfig, Generation, GenerationRequest, SamplingPar
 from rft_sync import SyncReport, source_for
 from rft_trainer.config import OptimizerConfig, RFTConfig
 from rft_trainer.data import DataSampler
-from rft_trainer.export import export_model
+from rft_trainer.export import export_adapter, export_model
 from rft_trainer.strategy.data_parallel import WorldDataParallel
 from rft_trainer.strategy.deepspeed import DeepspeedBackend
 from rft_trainer.strategy.fsdp import FSDPBackend
@@ -206,6 +206,10 @@ class Strategy:
         metadata = sorted(source_for(state.checkpoint_module).metadata(), key=lambda meta: meta.name)
         forms = "\n".join(f"{meta.name} {tuple(meta.shape)}" for meta in metadata)
         return f"{len(metadata)} tensors, {hashlib.sha256(forms.encode()).hexdigest()[:12]}"
+
+    def save_adapter(self, state: TrainState, folder: Path) -> None:
+        """Write the adapter of a LoRA actor in PEFT's format. Collective over the world."""
+        export_adapter(state, folder, group=self.host_group)
 
     def on_main(self, action: Callable[[], None]) -> None:
         """Run on rank 0 while the others wait; its error is raised on every rank. Collective over the world."""

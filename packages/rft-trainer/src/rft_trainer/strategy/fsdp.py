@@ -92,7 +92,7 @@ class FSDPBackend:
 
         from rft_trainer.strategy.held_files import HeldFiles
 
-        model, optimizer = get_state_dict(state.network, state.optimizer)
+        model, optimizer = get_state_dict(state.network, state.optimizer, options=_trained_only())
         content = {"model": model, "optimizer": optimizer, "scheduler": state.scheduler.state_dict()}
         writer = FileSystemWriter(folder, sync_files=False)
         held = HeldFiles()
@@ -112,7 +112,7 @@ class FSDPBackend:
 
         from rft_trainer.strategy.safe_reading import SafePlanner, SafeReader
 
-        model, optimizer = get_state_dict(state.network, state.optimizer)
+        model, optimizer = get_state_dict(state.network, state.optimizer, options=_trained_only())
         content: dict[str, Any] = {
             "model": model,
             "optimizer": optimizer,
@@ -124,6 +124,7 @@ class FSDPBackend:
             state.optimizer,
             model_state_dict=content["model"],
             optim_state_dict=content["optimizer"],
+            options=_trained_only(),
         )
         state.scheduler.load_state_dict(content["scheduler"])
 
@@ -160,6 +161,13 @@ def _first_failure(failure: Any) -> str:
     """What went wrong on the first rank that failed, in one line."""
     rank, (error, _) = next(iter(sorted(failure.failures.items())))
     return f"rank {rank}: {type(error).__name__}: {error}"
+
+
+def _trained_only() -> Any:
+    """Frozen weights are those of the initial checkpoint, which a resumed run reads anyway."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 def _whole(norm: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from rft_engines import SamplingParams
 from rft_rewards import ExactAnswer, Grader
 from rft_trainer.checkpoint.random_state import kept_random_state
 from rft_trainer.data import EncodedPrompt
-from rft_trainer.experience.experience import Experience
-from rft_trainer.experience.maker import FastExperienceMaker, reward_sample
+from rft_trainer.experience.experience import Experience, reward_sample
+from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.strategy.protocols import DataParallel
 from rft_trainer.trainer.estimates import interval, majority_share, pass_at_k
 

@@ -1,25 +1,32 @@
 """The training loop, as a list of phases: roll out, score, update, sync, evaluate, save."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
 from rft_engines import SamplingParams
+from rft_trainer.algorithms import KLController, effective_sample_size
 from rft_trainer.checkpoint import CheckpointStore, TrainerState
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import EncodedPrompt, Sampler
 from rft_trainer.errors import CheckpointError
 from rft_trainer.experience.experience import Experience
-from rft_trainer.experience.maker import FastExperienceMaker
+from rft_trainer.experience.maker import FastExperienceMaker, Roles
 from rft_trainer.report import MetricLogger
 from rft_trainer.strategy.protocols import DataParallel, RolloutRuntime, TrainingBackend, TrainState
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.metrics import rollout_metrics
 from rft_trainer.trainer.phases import PhaseClock
 from rft_trainer.trainer.update import PolicyUpdate
+
+CRITIC_FOLDER = "critic"
+"""Where the critic's shards lie below the actor's."""
+GAP = "train/gap/gap"
 
 
 class Progress(Protocol):
@@ -34,7 +41,9 @@ class Progress(Protocol):
 
 @dataclass(kw_only=True)
 class PPOTrainer:
-    """Rollout and update rounds over a policy. `actor`, `reference`: wrapped by `backend`; `reference` may be None.
+    """Rollout and update rounds over a policy. Models are wrapped by `backend`; all but `actor` may be None.
+
+    kl: coefficient of the divergence, shared with `maker` and `update`; it follows the reduced divergence of each step.
 
     Everything a round does is a phase of `step`; each phase is collective over the world or local, as its component
     says, and runs in the same order on every rank.
@@ -43,6 +52,9 @@ class PPOTrainer:
     config: RFTConfig
     actor: TrainState
     reference: nn.Module | None
+    critic: TrainState | None = None
+    teacher: nn.Module | None = None
+    kl: KLController
     backend: TrainingBackend
     runtime: RolloutRuntime
     data: DataParallel
@@ -87,28 +99,47 @@ class PPOTrainer:
         self._clock.restart()
         self._settle_save()
         items = self.sampler.next_batch()
-        experiences = self.maker.make(
+        experiences, credit = self.maker.make(
             items,
             [self.prompts[item] for item in items],
             self.sampling,
             step=step,
-            actor=self.actor.module,
-            reference=self.reference,
+            roles=self._roles(),
             timer=self._clock,
         )
         with self._clock("update"):
-            update = self.update(self.actor, experiences)
+            warming = step <= self.config.critic_warmup_steps
+            update = self.update(self.actor, experiences, critic=self.critic, critic_only=warming)
         with self._clock("sync"):
             report = self.runtime.update_engine_weights(self.actor)
         with self._clock("record"):
             self.keep_rollouts(step, experiences)
         self.finished_steps = step
         counts = {f"rollout/counts/{name}": count for name, count in self.maker.take_reward_counts().items()}
-        metrics = self.data.reduce_metrics({**rollout_metrics(experiences, self.sampling.n), **update, **counts})
+        metrics = self.data.reduce_metrics(
+            {**rollout_metrics(experiences, self.sampling.n), **credit, **update, **counts}
+        )
         metrics["sync/version"] = float(report.version)
         metrics["sync/gigabytes_per_second"] = report.gigabytes_per_second
+        self._follow(metrics)
         self._report(step, metrics)
+        if GAP in metrics:
+            self.config.gap_limit().check(metrics[GAP])
         return metrics
+
+    def _roles(self) -> Roles:
+        critic = None if self.critic is None else self.critic.module
+        return Roles(actor=self.actor.module, reference=self.reference, critic=critic, teacher=self.teacher)
+
+    def _follow(self, metrics: dict[str, float]) -> None:
+        """Numbers that are made of reduced ones, so that every rank has the same."""
+        observed = metrics.get("rollout/kl" if self.config.kl_in_reward else "train/kl")
+        if observed is not None:
+            self.kl.update(observed, self.config.samples_per_step)
+        if GAP in metrics:
+            metrics["train/gap/effective_sample_size"] = effective_sample_size(
+                metrics["train/gap/weight"], metrics["train/gap/weight_square"]
+            )
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:
         seconds = self._clock.seconds()
@@ -145,15 +176,14 @@ class PPOTrainer:
             world_size=self.data.size,
             strategy=self.backend.name,
             sampler=dict(self.sampler.state_dict()),
-            update=self.update.state_dict(),
+            update={"buffer": self.update.state_dict(), "kl": self.kl.state_dict(), "credit": self.maker.state_dict()},
             settings=self.settings,
             evaluations=self.evaluations,
         )
-        background = self.config.save_in_background
         self._settle_save(wait=True)
         with self._clock("checkpoint"), self._save_errors():
-            self.checkpoints.begin(state, lambda shards: self.backend.save(self.actor, shards, background=background))
-        if not background:
+            self.checkpoints.begin(state, self._save_models)
+        if not self.config.save_in_background:
             self._settle_save(wait=True)
 
     def _settle_save(self, *, wait: bool = False) -> None:
@@ -172,10 +202,19 @@ class PPOTrainer:
                 raise
             self.progress.line(f"training goes on without a checkpoint: {error}")
 
+    def _save_models(self, folder: Path) -> list[Future[Any]]:
+        background = self.config.save_in_background
+        writes = [self.backend.save(self.actor, folder, background=background)]
+        if self.critic is not None:
+            writes.append(self.backend.save(self.critic, folder / CRITIC_FOLDER, background=background))
+        return [write for write in writes if write is not None]
+
     def resume(self, state: TrainerState) -> None:
         """Continue after the step that `state` was saved at."""
         self.finished_steps = state.step
         self.evaluations = dict(state.evaluations)
         self.runtime.resume(state.weights_version)
-        self.update.load_state_dict(state.update)
+        self.update.load_state_dict(state.update["buffer"])
+        self.kl.load_state_dict(state.update["kl"])
+        self.maker.load_state_dict(state.update["credit"])
         self.sampler.load_state_dict(state.sampler)

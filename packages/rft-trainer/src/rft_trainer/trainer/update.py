@@ -1,50 +1,71 @@
-"""The policy update: mini-batches of a rollout, micro-batches of a mini-batch, one denominator for all of them."""
+"""The update: mini-batches of a rollout, on each one step of the actor and one of the critic."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rft_dist import Max, Mean, Sum
+from rft_dist import Max
 from rft_trainer.algorithms import (
+    KLController,
     LossInputs,
     LossOptions,
-    MetricMax,
-    MetricSum,
     PolicyLoss,
     aggregate,
+    entropy_bonus,
+    expert_balance_loss,
+    high_entropy_mask,
+    importance_weights,
     kl_loss,
-    loss_denominator,
     metric_mean,
     mismatch_metrics,
+    value_loss,
 )
 from rft_trainer.experience.experience import Collator, Experience, ExperienceBatch
-from rft_trainer.experience.maker import placeholder
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
 from rft_trainer.experience.replay_buffer import ReplayBuffer
-from rft_trainer.models.padding import right_pad
-from rft_trainer.strategy.protocols import DataParallel, StepReport, TrainingBackend, TrainState
+from rft_trainer.strategy.protocols import DataParallel, TrainingBackend, TrainState
+from rft_trainer.trainer.collector import Metric, MetricCollector
+from rft_trainer.trainer.steps import MiniBatchStep
 
-Metric = Mean | Max | Sum | float
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceConfig:
+    """Weights p_trainer / p_engine on the loss; see `importance_weights`. mode "off" leaves the loss alone."""
+
+    mode: str = "off"
+    level: str = "token"
+    cap: float = 2.0
+    floor: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateConfig:
     """Numbers of the update.
 
+    fixed_length: divisor of the fixed-length aggregation, None for the others.
+    kl_estimator: kind of the divergence in the loss; None: none there, and no reference is read.
+    entropy_coef: weight of the entropy bonus.
+    high_entropy_ratio: share of each response's tokens that the policy loss keeps; all stay in the divisor.
+    expert_balance_coef: weight of the load balance of experts.
+    value_clip: of the critic's loss.
     mini_batch_size: responses of this rank per optimiser step.
     keep_groups: mini-batches hold whole groups.
-    fixed_length: divisor of the fixed-length aggregation, None for the others.
-    kl_coef: weight of the KL term; 0: no reference is read.
     """
 
     policy_loss: str
     options: LossOptions
     aggregation: str
     fixed_length: int | None
-    kl_coef: float
-    kl_estimator: str
+    kl_estimator: str | None
+    importance: ImportanceConfig
+    entropy_coef: float
+    high_entropy_ratio: float
+    expert_balance_coef: float
+    value_clip: float | None
     epochs: int
     mini_batch_size: int
     keep_groups: bool
@@ -54,10 +75,8 @@ class UpdateConfig:
 class PolicyUpdate:
     """Optimiser steps over one rollout.
 
-    The loss of a mini-batch is one sum over all ranks and micro-batches divided by one global count, so the gradient
-    does not depend on how the mini-batch is split.
-
-    `on_step` is called after each optimiser step that was taken.
+    kl: coefficient of the divergence in the loss.
+    on_step: called after each optimiser step of the actor that was taken.
     """
 
     def __init__(
@@ -68,27 +87,46 @@ class PolicyUpdate:
         data: DataParallel,
         planner: MicroBatchPlanner,
         collator: Collator,
+        kl: KLController,
         on_step: Callable[[], None],
     ) -> None:
         self._config = config
         self._loss = PolicyLoss.get(config.policy_loss)
-        self._backend = backend
         self._data = data
-        self._planner = planner
-        self._collate = collator
+        self._kl = kl
         self._on_step = on_step
         self._buffer: ReplayBuffer[Experience] = ReplayBuffer(seed=config.seed, keep_groups=config.keep_groups)
+        step = partial(MiniBatchStep, backend=backend, data=data, planner=planner, collator=collator)
+        self._actor_step = step(aggregation=config.aggregation, fixed_length=config.fixed_length)
+        self._critic_step = step(aggregation="token-mean")
 
-    def __call__(self, actor: TrainState, experiences: Sequence[Experience]) -> dict[str, Metric]:
-        """Update the actor; metrics under `train/` that still want their reduction. Collective over the world."""
-        collected = _Collector()
-        actor.module.train()
+    def __call__(
+        self,
+        actor: TrainState,
+        experiences: Sequence[Experience],
+        *,
+        critic: TrainState | None = None,
+        critic_only: bool = False,
+    ) -> dict[str, Metric]:
+        """Update the models; metrics under `train/` that still want their reduction. Collective over the world.
+
+        critic_only: the actor waits while the critic warms up.
+        """
+        for state in (actor, critic):
+            if state is not None:
+                state.module.train()
+        policy, value = MetricCollector("train/"), MetricCollector("train/critic/")
         for mini_batch in self._mini_batches(experiences):
-            report = self._one_step(actor, mini_batch, collected)
-            collected.add_step(report)
-            if not report.skipped:
-                self._on_step()
-        return collected.metrics(self._config.kl_coef)
+            if not critic_only:
+                micro_loss = partial(self._policy_micro_batch, policy, self._experts(actor, mini_batch))
+                report = self._actor_step(actor, mini_batch, micro_loss)
+                policy.add_step(report)
+                if not report.skipped:
+                    self._on_step()
+            if critic is not None:
+                value.add_step(self._critic_step(critic, mini_batch, partial(self._value_micro_batch, value)))
+        metrics = {**policy.metrics(), "train/kl_coef": Max(self._kl.value)}
+        return metrics if critic is None else {**metrics, **value.metrics()}
 
     def state_dict(self) -> dict[str, int]:
         """What the shuffle of the next rollout depends on."""
@@ -105,87 +143,97 @@ class PolicyUpdate:
         batches = list(self._buffer.mini_batches(self._config.mini_batch_size, self._config.epochs))
         return batches + [[] for _ in range(self._data.most(len(batches)) - len(batches))]
 
-    def _one_step(self, actor: TrainState, mini_batch: list[Experience], collected: "_Collector") -> StepReport:
-        batches = self._planner.plan(mini_batch)
-        masks = [right_pad([mini_batch[i].response_mask for i in indices], 0)[0] for indices in batches if indices]
-        local = sum((self._denominator(mask) for mask in masks), torch.zeros(()))
-        # Before the first backward: every micro-batch on every rank divides by the same number.
-        denominator = float(self._data.sum(local))
-        for number, indices in enumerate(batches):
-            rows = [mini_batch[i] for i in indices] or [placeholder(mini_batch)]
-            loss = self._micro_batch(actor.module, self._collate(rows), denominator, collected)
-            self._backend.backward(actor, loss, last=number == len(batches) - 1)
-        return self._backend.optimizer_step(actor)
-
-    def _denominator(self, mask: Tensor) -> Tensor:
-        return loss_denominator(mask, self._config.aggregation, self._config.fixed_length)
-
-    def _micro_batch(
-        self, module: nn.Module, batch: ExperienceBatch, denominator: float, collected: "_Collector"
+    def _policy_micro_batch(
+        self,
+        collected: MetricCollector,
+        experts: Tensor | None,
+        module: Any,
+        batch: ExperienceBatch,
+        denominator: float,
     ) -> Tensor:
         assert batch.advantages is not None
-        scores = module(batch.layout)
-        mask = batch.loss_mask
+        config, mask = self._config, batch.loss_mask
+        scores = module(batch.layout, with_experts=experts is not None)
+        behaviour = scores.log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         outputs = self._loss(
             LossInputs(
                 log_probs=scores.log_probs,
                 old_log_probs=batch.old_log_probs,
                 advantages=batch.advantages,
                 mask=mask,
+                weights=self._weights(collected, behaviour, scores.entropy.detach(), batch),
             ),
-            self._config.options,
+            config.options,
         )
         token_loss = outputs.loss
-        behaviour = scores.log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         collected.add(outputs.metrics)
-        collected.add(mismatch_metrics(behaviour, batch.engine_log_probs, mask), prefix="gap/")
+        collected.add(mismatch_metrics(behaviour, batch.engine_log_probs, mask), "gap/")
         collected.add({"entropy": metric_mean(scores.entropy.detach(), mask)})
-        if self._config.kl_coef > 0:
+        batch.keep_scores(scores.log_probs, scores.entropy)
+        if config.entropy_coef > 0:
+            token_loss = token_loss + entropy_bonus(scores.entropy, mask, config.entropy_coef)
+        if config.kl_estimator is not None:
             assert batch.ref_log_probs is not None
-            kl = kl_loss(scores.log_probs, batch.ref_log_probs, mask, kind=self._config.kl_estimator)
+            kl = kl_loss(scores.log_probs, batch.ref_log_probs, mask, kind=config.kl_estimator)
             collected.add({"kl": metric_mean(kl.detach(), mask)})
-            token_loss = token_loss + self._config.kl_coef * kl
-        loss = aggregate(token_loss, mask, self._config.aggregation, denominator)
+            token_loss = token_loss + self._kl.value * kl
+        loss = aggregate(token_loss, mask, config.aggregation, denominator)
+        if experts is not None:
+            loss = loss + config.expert_balance_coef * self._balance(scores, experts)
         collected.add_loss(loss)
         return loss
 
+    def _experts(self, actor: TrainState, mini_batch: Sequence[Experience]) -> Tensor | None:
+        """[E] how often each expert was chosen in the mini-batch. Collective over the world."""
+        if self._config.expert_balance_coef == 0:
+            return None
+        count, _ = cast(Any, actor.network).experts
+        total = torch.zeros(count, dtype=torch.float64)
+        for experience in mini_batch:
+            assert experience.expert_counts is not None
+            total += experience.expert_counts
+        return self._data.sum(total).float()
 
-class _Collector:
-    """Sums of metrics over the micro-batches of one update."""
+    @staticmethod
+    def _balance(scores: Any, experts: Tensor) -> Tensor:
+        """This micro-batch's part; choices were counted when the old log-probabilities were scored."""
+        logits = scores.router_logits
+        everywhere = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        chosen_per_token = float(scores.expert_counts.sum()) / max(1, len(logits))
+        tokens = float(experts.sum()) / max(1.0, chosen_per_token)
+        return expert_balance_loss(logits, everywhere, experts.to(logits.device), tokens)
 
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}
-        self._most: dict[str, float] = {}
-        self._loss = 0.0
-        self._steps: list[StepReport] = []
+    def _weights(
+        self, collected: MetricCollector, behaviour: Tensor, entropy: Tensor, batch: ExperienceBatch
+    ) -> Tensor | None:
+        """Factors on the policy loss, [B, T]; None for ones. The divisor stays that of all trained tokens."""
+        config, mask, weights = self._config, batch.loss_mask, None
+        if config.importance.mode != "off":
+            numbers = config.importance
+            weights = importance_weights(
+                behaviour,
+                batch.engine_log_probs,
+                mask,
+                level=numbers.level,
+                cap=numbers.cap,
+                floor=numbers.floor,
+                mode=numbers.mode,
+            )
+            collected.add({"importance_weight": metric_mean(weights, mask)})
+        if config.high_entropy_ratio < 1:
+            chosen = high_entropy_mask(entropy, mask, config.high_entropy_ratio).float()
+            collected.add({"high_entropy_tokens": metric_mean(chosen, mask)})
+            weights = chosen if weights is None else weights * chosen
+        return weights
 
-    def add(self, metrics: Mapping[str, MetricSum | MetricMax], prefix: str = "") -> None:
-        """Detached numbers only: nothing here may keep a graph alive between micro-batches."""
-        for name, metric in metrics.items():
-            key = prefix + name
-            if isinstance(metric, MetricMax):
-                self._most[key] = max(self._most.get(key, -torch.inf), float(metric.value))
-            else:
-                total, count = self._sums.get(key, (0.0, 0.0))
-                self._sums[key] = (total + float(metric.total), count + float(metric.count))
-
-    def add_loss(self, loss: Tensor) -> None:
-        self._loss += float(loss.detach())
-
-    def add_step(self, report: StepReport) -> None:
-        self._steps.append(report)
-
-    def metrics(self, kl_coef: float) -> dict[str, Metric]:
-        """Under `train/`; the loss is the mean over the update's steps of the global loss."""
-        steps = len(self._steps)
-        taken = [report for report in self._steps if not report.skipped]
-        result: dict[str, Metric] = {f"train/{name}": Mean(*pair) for name, pair in self._sums.items()}
-        result.update({f"train/{name}": Max(value) for name, value in self._most.items()})
-        result["train/loss"] = Sum(self._loss / steps)
-        result["train/updates"] = Max(float(len(taken)))
-        result["train/skipped_updates"] = Max(float(steps - len(taken)))
-        result["train/learning_rate"] = Max(self._steps[-1].learning_rate)
-        result["train/kl_coef"] = Max(kl_coef)
-        if taken:
-            result["train/grad_norm"] = Max(sum(report.grad_norm for report in taken) / len(taken))
-        return result
+    def _value_micro_batch(
+        self, collected: MetricCollector, module: Any, batch: ExperienceBatch, denominator: float
+    ) -> Tensor:
+        assert batch.values is not None
+        assert batch.returns is not None
+        values = module(batch.layout).values
+        outputs = value_loss(values, batch.values, batch.returns, batch.loss_mask, clip=self._config.value_clip)
+        collected.add(outputs.metrics)
+        loss = aggregate(outputs.loss, batch.loss_mask, "token-mean", denominator)
+        collected.add_loss(loss)
+        return loss

@@ -11,6 +11,7 @@ from rft_dist import ParallelLayout, TorchrunEnvironment
 from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_aggregation_mode, check_kl_kind
 from rft_trainer.checkpoint import MANIFEST
 from rft_trainer.config import RFTConfig
+from rft_trainer.data import parse_sources
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
 from rft_trainer.models.loading import check_model_folder
 
@@ -20,6 +21,7 @@ _EXTRAS = {
     "peft": ("LoRA", "rft-trainer[lora]", "or leave out --lora_rank"),
     "vllm": ("the vLLM engine", "rft-engines[vllm]", "or use --engine_type hf"),
     "sglang": ("the SGLang engine", "rft-engines[sglang]", "or use --engine_type hf"),
+    "wandb": ("logging to wandb", "rft-trainer[wandb]", "or leave out --wandb_project"),
     "tensorboard": ("TensorBoard logging", "rft-trainer[tensorboard]", "or pass --no_tensorboard"),
 }
 
@@ -43,8 +45,10 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
         lambda: _check_sampling(config),
         lambda: _check_extras(config),
         lambda: _check_required(config),
+        lambda: parse_sources(config.blend),
+        lambda: parse_sources(config.eval_sets),
         lambda: _check_offload(config),
-        lambda: _check_resume(config),
+        lambda: check_resume(config),
         lambda: check_output(config),
     ]
     checks += [
@@ -151,6 +155,7 @@ def _check_extras(config: RFTConfig) -> None:
     needed += [config.engine_type] if config.engine_type != "hf" else []
     needed += ["peft"] if config.lora_rank else []
     needed += ["tensorboard"] if config.tensorboard else []
+    needed += ["wandb"] if config.wandb_project is not None else []
     for module in needed:
         if importlib.util.find_spec(module) is None:
             feature, requirement, otherwise = _EXTRAS[module]
@@ -161,7 +166,12 @@ def _check_extras(config: RFTConfig) -> None:
             )
 
 
-def _check_resume(config: RFTConfig) -> None:
+def check_resume(config: RFTConfig) -> None:
+    """A checkpoint to continue from is complete as far as its folder shows.
+
+    Raises:
+        ConfigurationError: it has no manifest.
+    """
     if config.resume_from is not None and not (config.resume_from / MANIFEST).is_file():
         raise ConfigurationError(
             f"resume_from is {config.resume_from}: no {MANIFEST} there; give a folder checkpoints/step_NNNNNN of a run"
@@ -174,9 +184,10 @@ def _check_offload(config: RFTConfig) -> None:
 
 
 def _check_required(config: RFTConfig) -> None:
-    for name in ("pretrain", "dataset"):
-        if getattr(config, name) is None:
-            raise ConfigurationError(f"{name} is not set: give --{name}, or a --recipe that sets it")
+    if config.pretrain is None:
+        raise ConfigurationError("pretrain is not set: give --pretrain, or a --recipe that sets it")
+    if config.dataset is None and not config.blend:
+        raise ConfigurationError("dataset is not set: give --dataset or --blend, or a --recipe that sets one")
 
 
 def check_output(config: RFTConfig) -> None:
@@ -187,7 +198,9 @@ def check_output(config: RFTConfig) -> None:
             something that is no run, or it cannot be written.
     """
     folder = config.output_dir
-    resumes_here = config.resume_from is not None and folder.resolve() in config.resume_from.resolve().parents
+    resumes_here = config.resume == "auto" or (
+        config.resume_from is not None and folder.resolve() in config.resume_from.resolve().parents
+    )
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"output_dir is {folder}: a file has that name; choose another folder")
     if folder.is_dir() and any(folder.iterdir()) and not resumes_here:
@@ -195,8 +208,8 @@ def check_output(config: RFTConfig) -> None:
             raise ConfigurationError(f"output_dir is {folder}: it holds files that no run wrote; choose another folder")
         if not config.overwrite:
             raise ConfigurationError(
-                f"output_dir is {folder}: it already holds a run; choose another folder, resume with --resume_from, "
-                "or delete it with --overwrite"
+                f"output_dir is {folder}: it already holds a run; choose another folder, resume with --resume auto or "
+                "--resume_from, or delete it with --overwrite"
             )
     existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.is_dir())
     try:

@@ -10,6 +10,7 @@ from rft_trainer.config.algorithm import AlgorithmOptions
 from rft_trainer.config.critic import CriticOptions
 from rft_trainer.config.data import DataOptions
 from rft_trainer.config.distribution import DistributionOptions
+from rft_trainer.config.evaluation import EvaluationOptions
 from rft_trainer.config.lora import LoRAOptions
 from rft_trainer.config.mismatch import MismatchOptions
 from rft_trainer.config.optimizer import OptimizerOptions
@@ -44,6 +45,7 @@ class RFTConfig(
     RolloutOptions,
     ResidencyOptions,
     DistributionOptions,
+    EvaluationOptions,
     DataOptions,
 ):
     """Every setting of a run. Raises ConfigurationError naming field, value and remedy."""
@@ -51,6 +53,7 @@ class RFTConfig(
     def __post_init__(self) -> None:
         problems = [
             *self._data_problems(),
+            *self._evaluation_problems(),
             *self._rollout_problems(),
             *self._algorithm_problems(),
             *self._reward_problems(),

@@ -1,10 +1,11 @@
 """The training loop, as a list of phases: roll out, score, update, sync, evaluate, save."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from rft_engines import SamplingParams
 from rft_trainer.algorithms import KLController, effective_sample_size
 from rft_trainer.checkpoint import CheckpointStore, TrainerState
 from rft_trainer.config import RFTConfig
+from rft_trainer.errors import CheckpointError
 from rft_trainer.experience.experience import Experience
 from rft_trainer.experience.maker import FastExperienceMaker, Roles
 from rft_trainer.experience.rollouts import Rollouts
@@ -68,6 +70,7 @@ class PPOTrainer:
     progress: Progress
     keep_rollouts: Callable[[int, Sequence[Experience]], None]
     memory: PhaseMemory = field(default_factory=NoPhaseMemory)
+    settings: dict[str, Any] = field(default_factory=dict)
     finished_steps: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
 
@@ -91,6 +94,7 @@ class PPOTrainer:
                 self.evaluate(step)
             if last or (self.config.save_steps and step % self.config.save_steps == 0):
                 self.save()
+        self._settle_save(wait=True)
         self.progress.line(self.memory.table())
         return self.evaluations
 
@@ -98,6 +102,7 @@ class PPOTrainer:
         """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
         step = self.finished_steps + 1
         self._clock.restart()
+        self._settle_save()
         experiences, facts = self.rollouts.collect(step, self._clock)
         facts |= self.maker.learnable(experiences, self._roles(), self._clock)
         with self._clock("update"):
@@ -160,7 +165,11 @@ class PPOTrainer:
         return metrics
 
     def save(self) -> None:
-        """Write a checkpoint. Collective over the world."""
+        """Write a checkpoint, or begin to where that is done in the background. Collective over the world.
+
+        Raises:
+            CheckpointError: it cannot be written and `on_save_error` is "stop".
+        """
         state = TrainerState(
             step=self.finished_steps,
             weights_version=self.runtime.weights_version,
@@ -168,20 +177,43 @@ class PPOTrainer:
             strategy=self.backend.name,
             sampler=self.rollouts.state_dict(),
             update={"buffer": self.update.state_dict(), "kl": self.kl.state_dict(), "credit": self.maker.state_dict()},
+            settings=self.settings,
+            evaluations=self.evaluations,
         )
-        with self._clock("checkpoint"):
-            folder = self.checkpoints.save(state, self._save_models)
-        self.progress.line(f"checkpoint {folder}")
+        self._settle_save(wait=True)
+        with self._clock("checkpoint"), self._save_errors():
+            self.checkpoints.begin(state, self._save_models)
+        if not self.config.save_in_background:
+            self._settle_save(wait=True)
 
-    def _save_models(self, folder: Path) -> None:
-        self.backend.save(self.actor, folder)
+    def _settle_save(self, *, wait: bool = False) -> None:
+        """Complete a checkpoint that was begun, if its shards are written. Collective over the world."""
+        with self._clock("checkpoint"), self._save_errors():
+            folder = self.checkpoints.finish() if wait else self.checkpoints.poll()
+            if folder is not None:
+                self.progress.line(f"checkpoint {folder}")
+
+    @contextmanager
+    def _save_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            if self.config.on_save_error == "stop":
+                raise
+            self.progress.line(f"training goes on without a checkpoint: {error}")
+
+    def _save_models(self, folder: Path) -> list[Future[Any]]:
+        background = self.config.save_in_background
+        writes = [self.backend.save(self.actor, folder, background=background)]
         if self.critic is not None:
-            self.backend.save(self.critic, folder / CRITIC_FOLDER)
+            writes.append(self.backend.save(self.critic, folder / CRITIC_FOLDER, background=background))
         self.rollouts.save_held(folder, self.data.rank)
+        return [write for write in writes if write is not None]
 
     def resume(self, state: TrainerState) -> None:
         """Continue after the step that `state` was saved at."""
         self.finished_steps = state.step
+        self.evaluations = dict(state.evaluations)
         self.runtime.resume(state.weights_version)
         self.update.load_state_dict(state.update["buffer"])
         self.kl.load_state_dict(state.update["kl"])

@@ -133,6 +133,12 @@ def test_adapter_settings_that_cannot_work_are_refused(changes, words):
         RFTConfig(**changes)
 
 
+@pytest.mark.parametrize(("field", "value"), [("enable_engine_sleep", True), ("engine_type", "sglang")])
+def test_weights_are_not_shared_with_an_engine_that_moves_them(field, value):
+    with pytest.raises(ConfigurationError, match=f"share_engine_weights and {field}"):
+        RFTConfig(share_engine_weights=True, **{field: value})
+
+
 def test_adapters_are_scaled_by_two_unless_alpha_is_given():
     assert RFTConfig(lora_rank=4).adapters(0).alpha == 8.0
     assert RFTConfig().adapters(0) is None

@@ -86,7 +86,8 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
             config.resume_from,
             lambda folder: _load_models(strategy, ingredients, folder),
             strategy=strategy.backend.name,
-            resizable=strategy.backend.resizable,
+            # Responses that a rank holds for later steps are that rank's.
+            resizable=strategy.backend.resizable and config.partial_rollout_tokens is None,
             settings=settings,
         )
     finished = finished_steps(config, resumed)
@@ -122,6 +123,24 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         assert config.resume_from is not None
         rollouts.load_held(config.resume_from / "shards", data.rank)
     return trainer
+
+
+def _sampler(config: RFTConfig, strategy: Strategy, prompts: Sequence[EncodedPrompt]) -> Sampler:
+    if not isinstance(prompts, BlendedDataset):
+        return strategy.build_sampler(len(prompts), config.rollout_batch_size)
+    return BlendSampler(
+        prompts.sizes,
+        prompts.weights,
+        batch_size=config.rollout_batch_size,
+        rank=strategy.data.rank,
+        num_ranks=strategy.data.size,
+        seed=config.seed,
+    )
+
+
+def experience_maker(config: RFTConfig, strategy: Strategy, ingredients: Ingredients) -> FastExperienceMaker:
+    """The maker of a run that only evaluates."""
+    return _maker_and_update(config, strategy, ingredients, config.kl_controller())[0]
 
 
 def sampling_params(config: RFTConfig) -> SamplingParams:
@@ -164,24 +183,6 @@ def _rollouts(
         dynamic=dynamic,
         partial=partial,
     )
-
-
-def _sampler(config: RFTConfig, strategy: Strategy, prompts: Sequence[EncodedPrompt]) -> Sampler:
-    if not isinstance(prompts, BlendedDataset):
-        return strategy.build_sampler(len(prompts), config.rollout_batch_size)
-    return BlendSampler(
-        prompts.sizes,
-        prompts.weights,
-        batch_size=config.rollout_batch_size,
-        rank=strategy.data.rank,
-        num_ranks=strategy.data.size,
-        seed=config.seed,
-    )
-
-
-def experience_maker(config: RFTConfig, strategy: Strategy, ingredients: Ingredients) -> FastExperienceMaker:
-    """The maker of a run that only evaluates."""
-    return _maker_and_update(config, strategy, ingredients, config.kl_controller())[0]
 
 
 def _maker_and_update(

@@ -69,8 +69,8 @@ class PPOTrainer:
     logger: MetricLogger
     progress: Progress
     keep_rollouts: Callable[[int, Sequence[Experience]], None]
-    memory: PhaseMemory = field(default_factory=NoPhaseMemory)
     settings: dict[str, Any] = field(default_factory=dict)
+    memory: PhaseMemory = field(default_factory=NoPhaseMemory)
     finished_steps: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
 

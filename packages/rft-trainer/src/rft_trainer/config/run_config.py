@@ -13,6 +13,7 @@ from rft_trainer.config.distribution import DistributionOptions
 from rft_trainer.config.lora import LoRAOptions
 from rft_trainer.config.mismatch import MismatchOptions
 from rft_trainer.config.optimizer import OptimizerOptions
+from rft_trainer.config.plan import PlanOptions
 from rft_trainer.config.residency import ResidencyOptions
 from rft_trainer.config.reward import RewardOptions
 from rft_trainer.config.rollout import RolloutOptions
@@ -41,6 +42,7 @@ class RFTConfig(
     MismatchOptions,
     RolloutOptions,
     ResidencyOptions,
+    PlanOptions,
     DistributionOptions,
     DataOptions,
 ):
@@ -56,6 +58,8 @@ class RFTConfig(
             *self._mismatch_problems(),
             *self._optimizer_problems(),
             *self._lora_problems(),
+            *self._plan_problems(),
+            *self._distribution_problems(),
             *self._run_problems(),
             *self._batch_problems(),
             *self._adapter_problems(),

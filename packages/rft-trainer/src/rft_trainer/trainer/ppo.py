@@ -97,6 +97,7 @@ class PPOTrainer:
         """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
         step = self.finished_steps + 1
         self._clock.restart()
+        lag = self.runtime.weight_lag
         items = self.sampler.next_batch()
         experiences, credit = self.maker.make(
             items,
@@ -118,6 +119,8 @@ class PPOTrainer:
         metrics = self.data.reduce_metrics(
             {**rollout_metrics(experiences, self.sampling.n), **credit, **update, **counts}
         )
+        if lag is not None:
+            metrics["rollout/weight_lag"] = float(lag)
         metrics["sync/version"] = float(report.version)
         metrics["sync/gigabytes_per_second"] = report.gigabytes_per_second
         self._follow(metrics)
@@ -144,6 +147,7 @@ class PPOTrainer:
         seconds = self._clock.seconds()
         metrics.update({f"perf/seconds_{name}": value for name, value in seconds.items()})
         metrics.update(self.memory.metrics(step))
+        metrics["perf/border_share"] = self._clock.border_seconds / seconds["step"]
         metrics["perf/samples_per_second"] = self.config.samples_per_step / seconds["step"]
         self.logger.log(step, metrics)
         self.progress.step_line(step, metrics, total_steps=self.config.max_steps)

@@ -11,6 +11,7 @@ from rft_dist import ParallelLayout, TorchrunEnvironment
 from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_aggregation_mode, check_kl_kind
 from rft_trainer.checkpoint import MANIFEST
 from rft_trainer.config import RFTConfig
+from rft_trainer.data import parse_sources
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
 from rft_trainer.memory.dry_run import describe, make_plan
 from rft_trainer.memory.shapes import read_config
@@ -22,6 +23,7 @@ _EXTRAS = {
     "peft": ("LoRA", "rft-trainer[lora]", "or leave out --lora_rank"),
     "vllm": ("the vLLM engine", "rft-engines[vllm]", "or use --engine_type hf"),
     "sglang": ("the SGLang engine", "rft-engines[sglang]", "or use --engine_type hf"),
+    "wandb": ("logging to wandb", "rft-trainer[wandb]", "or leave out --wandb_project"),
     "tensorboard": ("TensorBoard logging", "rft-trainer[tensorboard]", "or pass --no_tensorboard"),
 }
 
@@ -37,7 +39,7 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
     checks = _setting_checks(config, environment)
     checks += [
         lambda: _check_extras(config),
-        lambda: _check_resume(config),
+        lambda: check_resume(config),
         lambda: check_output(config),
         *(partial(check_model_folder, folder) for folder in _model_folders(config)),
     ]
@@ -66,11 +68,15 @@ def _setting_checks(config: RFTConfig, environment: TorchrunEnvironment) -> list
     return [
         lambda: _check_layout(config, environment),
         lambda: _check_batches(config, environment.world_size),
+        lambda: _check_sharing(config, environment.world_size),
         lambda: _check_estimator(config),
         lambda: PolicyLoss.get(config.policy_loss).resolve(config.loss_options()),
         lambda: check_kl_kind(config.kl_estimator),
         lambda: check_aggregation_mode(config.loss_aggregation),
+        lambda: _check_sampling(config),
         lambda: _check_required(config),
+        lambda: parse_sources(config.blend),
+        lambda: parse_sources(config.eval_sets),
         lambda: _check_offload(config),
         lambda: _check_sharding(config, environment.world_size),
     ]
@@ -100,6 +106,22 @@ def _check_layout(config: RFTConfig, environment: TorchrunEnvironment) -> None:
             f"engine_tp_size {config.engine_tp_size} and engine_type 'hf' do not work together: the embedded engine is "
             "whole on each rank; use --engine_tp_size 1, or --engine_type vllm"
         )
+
+
+def _check_sharing(config: RFTConfig, world_size: int) -> None:
+    if not config.share_engine_weights:
+        return
+    against = {
+        f"{world_size} ranks, each of which holds a part of the weights": world_size > 1,
+        "DeepSpeed, which keeps parameters in buffers of its own (use --fsdp)": not config.fsdp,
+        "lora_rank, whose adapters are merged on the way": config.lora_rank > 0,
+        "offload_trained, which would take the engine's weights along": config.offload_trained,
+        "fsdp_cpu_offload, whose weights are on the host": config.fsdp_cpu_offload,
+        "precision bf16, which keeps fp32 masters (use --precision fp32)": config.precision == "bf16",
+    }
+    reasons = [reason for reason, holds in against.items() if holds]
+    if reasons:
+        raise UnsupportedCombination(f"share_engine_weights does not work with {'; '.join(reasons)}")
 
 
 def _check_batches(config: RFTConfig, world_size: int) -> None:
@@ -142,11 +164,31 @@ def _check_estimator(config: RFTConfig) -> None:
         )
 
 
+def _check_sampling(config: RFTConfig) -> None:
+    """What the engine can sample and report, so that training sees the distribution that was sampled from."""
+    if config.first_token_temperature is not None and config.engine_type != "hf":
+        raise UnsupportedCombination(
+            f"first_token_temperature {config.first_token_temperature} and engine_type {config.engine_type!r} do not "
+            "work together: it has one temperature for all tokens of a response; use --engine_type hf"
+        )
+    if config.engine_type == "sglang" and (config.top_p < 1 or config.top_k > 0):
+        raise UnsupportedCombination(
+            f"top_p {config.top_p}, top_k {config.top_k} and engine_type 'sglang' do not work together: it reports "
+            "log-probabilities from before the truncation; use --top_p 1 --top_k 0, or another engine"
+        )
+    if config.temperature == 0 and config.n_samples_per_prompt > 1:
+        raise UnsupportedCombination(
+            f"temperature 0 and n_samples_per_prompt {config.n_samples_per_prompt} do not work together: greedy "
+            "responses to a prompt are all the same; raise temperature"
+        )
+
+
 def _check_extras(config: RFTConfig) -> None:
     needed = [] if config.fsdp else ["deepspeed"]
     needed += [config.engine_type] if config.engine_type != "hf" else []
     needed += ["peft"] if config.lora_rank else []
     needed += ["tensorboard"] if config.tensorboard else []
+    needed += ["wandb"] if config.wandb_project is not None else []
     for module in needed:
         if importlib.util.find_spec(module) is None:
             feature, requirement, otherwise = _EXTRAS[module]
@@ -157,7 +199,12 @@ def _check_extras(config: RFTConfig) -> None:
             )
 
 
-def _check_resume(config: RFTConfig) -> None:
+def check_resume(config: RFTConfig) -> None:
+    """A checkpoint to continue from is complete as far as its folder shows.
+
+    Raises:
+        ConfigurationError: it has no manifest.
+    """
     if config.resume_from is not None and not (config.resume_from / MANIFEST).is_file():
         raise ConfigurationError(
             f"resume_from is {config.resume_from}: no {MANIFEST} there; give a folder checkpoints/step_NNNNNN of a run"
@@ -196,9 +243,10 @@ def _check_sharding(config: RFTConfig, world_size: int) -> None:
 
 
 def _check_required(config: RFTConfig) -> None:
-    for name in ("pretrain", "dataset"):
-        if getattr(config, name) is None:
-            raise ConfigurationError(f"{name} is not set: give --{name}, or a --recipe that sets it")
+    if config.pretrain is None:
+        raise ConfigurationError("pretrain is not set: give --pretrain, or a --recipe that sets it")
+    if config.dataset is None and not config.blend:
+        raise ConfigurationError("dataset is not set: give --dataset or --blend, or a --recipe that sets one")
 
 
 def check_output(config: RFTConfig) -> None:
@@ -209,7 +257,9 @@ def check_output(config: RFTConfig) -> None:
             something that is no run, or it cannot be written.
     """
     folder = config.output_dir
-    resumes_here = config.resume_from is not None and folder.resolve() in config.resume_from.resolve().parents
+    resumes_here = config.resume == "auto" or (
+        config.resume_from is not None and folder.resolve() in config.resume_from.resolve().parents
+    )
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"output_dir is {folder}: a file has that name; choose another folder")
     if folder.is_dir() and any(folder.iterdir()) and not resumes_here:
@@ -217,8 +267,8 @@ def check_output(config: RFTConfig) -> None:
             raise ConfigurationError(f"output_dir is {folder}: it holds files that no run wrote; choose another folder")
         if not config.overwrite:
             raise ConfigurationError(
-                f"output_dir is {folder}: it already holds a run; choose another folder, resume with --resume_from, "
-                "or delete it with --overwrite"
+                f"output_dir is {folder}: it already holds a run; choose another folder, resume with --resume auto or "
+                "--resume_from, or delete it with --overwrite"
             )
     existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.is_dir())
     try:

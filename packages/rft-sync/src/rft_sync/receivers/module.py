@@ -12,7 +12,7 @@ from rft_sync.manifest import Manifest
 from rft_sync.parameters import Bucket, ParamMeta
 from rft_sync.receivers.destination import Destination, destinations, tied_names
 from rft_sync.receivers.protocol import UpdateSession
-from rft_sync.receivers.replay import LiveCopies
+from rft_sync.receivers.replay import LiveCopies, Replay
 from rft_sync.scan import Piece
 
 
@@ -177,6 +177,11 @@ class ModuleReceiver:
             [target[count:] for target, count in rows.values()],
         )
         self.session.count(manifest.names)
+
+    @property
+    def replay(self) -> Replay | None:
+        """The copies of the last update from live tensors; None before the first."""
+        return self._copies.replay
 
     def sharing_refusal(self) -> str:
         """A module can always be trained in."""

@@ -24,7 +24,7 @@ from rft_sync.parameters import Bucket, ParamMeta
 from rft_sync.receivers.copy_plan import CopyRecorder, ResolvedPlan
 from rft_sync.receivers.protocol import UpdateSession
 from rft_sync.receivers.random_state import preserved_random_state
-from rft_sync.receivers.replay import LiveCopies, same_place
+from rft_sync.receivers.replay import LiveCopies, Replay, same_place
 from rft_sync.receivers.vllm_model import fills_live_layout, reset_lora_state, struct_fields, without_lora_wrappers
 from rft_sync.scan import Piece
 
@@ -214,6 +214,11 @@ class VLLMReceiver:
             plan.padding,
         )
         self.session.count(self.session.manifest.names)
+
+    @property
+    def replay(self) -> Replay | None:
+        """The copies of the last update from live tensors; None before the first."""
+        return self._copies.replay
 
     def sharing_refusal(self) -> str:
         """Why no trainer can train in this engine's memory; empty where one can."""

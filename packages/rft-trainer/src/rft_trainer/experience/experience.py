@@ -22,10 +22,12 @@ class Experience:
 
     prompt_ids: [P] int64; response_ids: [T] int64; response_mask: [T] bool, tokens that are trained.
     engine_log_probs: [T] fp32, of the distribution sampled from.
+    weights_version: of the oldest token; token_versions: [T] int64, of each.
     old_log_probs: [T] fp32; None while the first update's own forward stands in for them.
     ref_log_probs, teacher_log_probs, values, advantages, returns: [T] fp32; None where no role gives them.
     score: what the reward functions gave; reward: the score after penalties, normalisation and clip.
     step_rewards: (column of the response, reward) of each step that a reward function scored.
+    update_log_probs, update_entropies: [T] fp32, of the last forward of the update, for rollout files.
     expert_counts: [E] how often each expert was chosen for a token of the response; None unless they are balanced.
     """
 
@@ -36,6 +38,7 @@ class Experience:
     engine_log_probs: Tensor
     weights_version: int
     truncated: bool
+    token_versions: Tensor | None = None
     prompt_id: str = ""
     prompt: str = ""
     response: str = ""
@@ -52,6 +55,8 @@ class Experience:
     reward: float = 0.0
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    update_log_probs: Tensor | None = None
+    update_entropies: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -75,6 +80,13 @@ class ExperienceBatch:
     ref_log_probs: Tensor | None
     values: Tensor | None
     returns: Tensor | None
+    rows: tuple[Experience, ...] = ()
+
+    def keep_scores(self, log_probs: Tensor, entropies: Tensor) -> None:
+        """Note what the update computed, [B, T], in the experiences themselves, for rollout files."""
+        kept = torch.stack((log_probs.detach(), entropies.detach())).cpu()
+        for index, row in enumerate(self.rows):
+            row.update_log_probs, row.update_entropies = kept[:, index, : len(row.response_ids)].clone()
 
 
 LAYOUTS: Mapping[str, Callable[[Sequence[Tensor], Sequence[Tensor], int], TokenLayout]] = {
@@ -121,6 +133,7 @@ class Collator:
             ref_log_probs=columns("ref_log_probs"),
             values=columns("values"),
             returns=columns("returns"),
+            rows=tuple(experiences),
         )
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from rft_trainer.config import OptimizerConfig
 from rft_trainer.errors import CheckpointError
 from rft_trainer.optim import build_adamw, build_schedule
+from rft_trainer.strategy.checkpoint_engine import ShardFiles
 from rft_trainer.strategy.protocols import Movable, Move, StateMemory, StepReport, TrainState
 from rft_trainer.strategy.residency import (
     OPTIMIZER_SUFFIX,
@@ -42,6 +44,8 @@ class DeepspeedBackend:
         hpz_size: ranks of stage 3's secondary partition (ZeRO++ hpZ); 1: none.
         overlap: reduce gradients during backward; None: on a GPU.
     """
+
+    resizable = False
 
     def __init__(
         self,
@@ -192,10 +196,18 @@ class DeepspeedBackend:
                 optimizer.averaged_gradients[key] = None
                 optimizer.all_grad_tensors[key] = None
 
-    def save(self, state: TrainState, folder: Path) -> None:
-        """Write DeepSpeed's own checkpoint. Collective over the world."""
+    def save(self, state: TrainState, folder: Path, *, background: bool = False) -> Future[Any] | None:
+        """Write DeepSpeed's own checkpoint. Collective over the world.
+
+        With `background` the state is copied to the host and the files are written meanwhile.
+
+        Raises:
+            OSError, RuntimeError: on the rank that cannot write.
+        """
         reload_state(state)
         engine: Any = state.module
+        files = self._shard_files(engine)
+        files.copies = background
         engine.save_checkpoint(
             str(folder),
             tag=_TAG,
@@ -203,15 +215,31 @@ class DeepspeedBackend:
             # Frozen weights are those of the initial checkpoint, which a resumed run reads anyway.
             exclude_frozen_parameters=True,
         )
+        written = files.written()
+        if background:
+            return written
+        written.result()
+        return None
 
     def load(self, state: TrainState, folder: Path) -> None:
         """Read DeepSpeed's own checkpoint; the world size must be the one that wrote it. Collective over the world."""
         reload_state(state)
         engine: Any = state.module
+        self._shard_files(engine)
         path, client = engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=False)
         if path is None:
             raise CheckpointError(f"{folder}: DeepSpeed found no checkpoint with tag {_TAG!r} there")
         state.scheduler.load_state_dict(client["scheduler"])
+
+    def _shard_files(self, engine: Any) -> ShardFiles:
+        """This package's reader and writer in the place of DeepSpeed's, which unpickles whatever a file asks for."""
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        if not isinstance(engine.checkpoint_engine, ShardFiles):
+            engine.checkpoint_engine = ShardFiles([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
+        return engine.checkpoint_engine
 
     def memory_of(self, model: TrainState | nn.Module) -> Movable:
         """Where a trained state's model, or a frozen model, is."""

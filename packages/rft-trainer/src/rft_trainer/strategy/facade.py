@@ -1,6 +1,7 @@
 """The documented Strategy surface: one object for apps that delegates to the backend, the groups and the engine."""
 
 import gc
+import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from rft_dist import DistributedConfig, DistributedSession, ParallelLayout, build_rollout_groups, distributed_session
 from rft_engines import EngineConfig, Generation, GenerationRequest, SamplingParams, create_engine
-from rft_sync import SyncReport
+from rft_sync import SyncReport, source_for
 from rft_trainer.config import OptimizerConfig, RFTConfig
 from rft_trainer.config.distribution import computes_in_bf16
 from rft_trainer.data import DataSampler
@@ -148,7 +149,11 @@ class Strategy:
         seeded = replace(engine, seed=self.layout.engine_seed(self.config.seed))
         made = create_engine(seeded, groups=self.groups, **options)
         self._runtime = EngineRuntime(
-            made, self.groups, enable_sleep=self.config.enable_engine_sleep, max_lag=self.config.max_weight_lag
+            made,
+            self.groups,
+            enable_sleep=self.config.enable_engine_sleep,
+            max_lag=self.config.max_weight_lag,
+            share_weights=self.config.share_engine_weights,
         )
         self._stack.callback(self._runtime.close)
         return self._runtime
@@ -201,6 +206,12 @@ class Strategy:
         """Write a Hugging Face folder in safetensors. Collective over the world."""
         self.backend.reload_model(state)
         export_model(state, folder, tokenizer, group=self.host_group)
+
+    def model_form(self, state: TrainState) -> str:
+        """Names and shapes of the model's weights, as one short text. No communication."""
+        metadata = sorted(source_for(state.checkpoint_module).metadata(), key=lambda meta: meta.name)
+        forms = "\n".join(f"{meta.name} {tuple(meta.shape)}" for meta in metadata)
+        return f"{len(metadata)} tensors, {hashlib.sha256(forms.encode()).hexdigest()[:12]}"
 
     def save_adapter(self, state: TrainState, folder: Path) -> None:
         """Write the adapter of a LoRA actor in PEFT's format. Collective over the world."""

@@ -1,6 +1,7 @@
 """FSDP2 training: `fully_shard` on the model's own blocks, AdamW on the local shards."""
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from rft_trainer.config import OptimizerConfig
+from rft_trainer.errors import CheckpointError
 from rft_trainer.optim import build_adamw, build_schedule
 from rft_trainer.strategy.protocols import Movable, StateMemory, StepReport, TrainState
 from rft_trainer.strategy.residency import (
@@ -38,6 +40,7 @@ class FSDPBackend:
     """
 
     name = "fsdp2"
+    resizable = True
 
     def __init__(
         self,
@@ -133,14 +136,34 @@ class FSDPBackend:
         state.optimizer.zero_grad(set_to_none=True)
         return StepReport(float(norm), rate, skipped)
 
-    def save(self, state: TrainState, folder: Path) -> None:
-        """Write a torch distributed checkpoint. Collective over the world."""
+    def save(self, state: TrainState, folder: Path, *, background: bool = False) -> Future[Any] | None:
+        """Write a torch distributed checkpoint. Collective over the world.
+
+        With `background` the state is copied to the host and the files are written meanwhile.
+
+        Raises:
+            CheckpointError: on all ranks, when one cannot write.
+        """
         reload_state(state)
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict import get_state_dict
         from torch.distributed.checkpoint.state_dict_saver import save
 
+        from rft_trainer.strategy.held_files import HeldFiles
+
         model, optimizer = get_state_dict(state.network, state.optimizer, options=_trained_only())
-        save({"model": model, "optimizer": optimizer, "scheduler": state.scheduler.state_dict()}, checkpoint_id=folder)
+        content = {"model": model, "optimizer": optimizer, "scheduler": state.scheduler.state_dict()}
+        writer = FileSystemWriter(folder, sync_files=False)
+        held = HeldFiles()
+        if background:
+            # All collectives are over when `save` returns; only bytes are left to be written.
+            writer.fs = held
+        try:
+            save(content, storage_writer=writer)
+        except CheckpointException as failure:
+            raise CheckpointError(_first_failure(failure)) from failure
+        return held.write() if background else None
 
     def load(self, state: TrainState, folder: Path) -> None:
         """Read a torch distributed checkpoint in place; any world size. Collective over the world."""
@@ -148,13 +171,15 @@ class FSDPBackend:
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
+        from rft_trainer.strategy.safe_reading import SafePlanner, SafeReader
+
         model, optimizer = get_state_dict(state.network, state.optimizer, options=_trained_only())
         content: dict[str, Any] = {
             "model": model,
             "optimizer": optimizer,
             "scheduler": state.scheduler.state_dict(),
         }
-        load(content, checkpoint_id=folder)
+        load(content, storage_reader=SafeReader(folder), planner=SafePlanner())
         set_state_dict(
             state.network,
             state.optimizer,
@@ -199,6 +224,12 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
             found.append(module)
             inside.update(module.modules())
     return found
+
+
+def _first_failure(failure: Any) -> str:
+    """What went wrong on the first rank that failed, in one line."""
+    rank, (error, _) = next(iter(sorted(failure.failures.items())))
+    return f"rank {rank}: {type(error).__name__}: {error}"
 
 
 def _trained_only() -> Any:

@@ -22,16 +22,24 @@ class EngineRuntime:
     """RolloutRuntime over one engine.
 
     The trainer reports each finished optimiser step with `note_update`; an engine whose weights are more than
-    `max_lag` such steps old refuses to generate.
+    `max_lag` such steps old refuses to generate. With `share_weights` the actor trains in the engine's memory after the
+    first update (`rft_sync.BroadcastConfig`).
     """
 
     def __init__(
-        self, engine: RolloutEngine, groups: RolloutGroups, *, enable_sleep: bool = False, max_lag: int = 0
+        self,
+        engine: RolloutEngine,
+        groups: RolloutGroups,
+        *,
+        enable_sleep: bool = False,
+        max_lag: int = 0,
+        share_weights: bool = False,
     ) -> None:
         self._engine = engine
         self._groups = groups
         self._enable_sleep = enable_sleep
         self._max_lag = max_lag
+        self._config = BroadcastConfig(on_asleep="wake", share_weights=share_weights)
         self._manager: BroadcastManager | None = None
         self._updates = 0
         self._synced_at: int | None = None
@@ -81,9 +89,7 @@ class EngineRuntime:
         state.memory.model.require("update_engine_weights")
         state.release_gathered()
         if self._manager is None:
-            self._manager = BroadcastManager.connect(
-                state.checkpoint_module, self._engine, BroadcastConfig(on_asleep="wake")
-            )
+            self._manager = BroadcastManager.connect(state.checkpoint_module, self._engine, self._config)
         report = self._manager.broadcast_to_engine(self._resumed_version)
         self._resumed_version = None
         self._synced_at = self._updates

@@ -102,6 +102,7 @@ class PPOTrainer:
         """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
         step = self.finished_steps + 1
         self._clock.restart()
+        lag = self.runtime.weight_lag
         self._settle_save()
         experiences, facts = self.rollouts.collect(step, self._clock)
         facts |= self.maker.learnable(experiences, self._roles(), self._clock)
@@ -117,6 +118,8 @@ class PPOTrainer:
         facts |= {**counts, "rollout/responses": Sum(float(len(experiences)))}
         facts[TRAINED] = Sum(float(sum(int(e.response_mask.sum()) for e in experiences)))
         metrics = self.data.reduce_metrics({**rollout_metrics(experiences, self.sampling.n), **facts, **update})
+        if lag is not None:
+            metrics["rollout/weight_lag"] = float(lag)
         metrics["sync/version"] = float(report.version)
         metrics["sync/gigabytes_per_second"] = report.gigabytes_per_second
         self._follow(metrics)
@@ -144,6 +147,7 @@ class PPOTrainer:
         seconds = self._clock.seconds()
         metrics.update({f"perf/seconds_{name}": value for name, value in seconds.items()})
         metrics.update(self.memory.metrics(step))
+        metrics["perf/border_share"] = self._clock.border_seconds / seconds["step"]
         metrics["perf/samples_per_second"] = metrics["rollout/responses"] / seconds["step"]
         self.logger.log(step, metrics)
         self.progress.step_line(step, metrics, total_steps=self.config.max_steps)

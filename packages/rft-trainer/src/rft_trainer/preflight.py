@@ -40,6 +40,7 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
         lambda: PolicyLoss.get(config.policy_loss).resolve(config.loss_options()),
         lambda: check_kl_kind(config.kl_estimator),
         lambda: check_aggregation_mode(config.loss_aggregation),
+        lambda: _check_sampling(config),
         lambda: _check_extras(config),
         lambda: _check_required(config),
         lambda: _check_offload(config),
@@ -126,6 +127,25 @@ def _check_estimator(config: RFTConfig) -> None:
         )
 
 
+def _check_sampling(config: RFTConfig) -> None:
+    """What the engine can sample and report, so that training sees the distribution that was sampled from."""
+    if config.first_token_temperature is not None and config.engine_type != "hf":
+        raise UnsupportedCombination(
+            f"first_token_temperature {config.first_token_temperature} and engine_type {config.engine_type!r} do not "
+            "work together: it has one temperature for all tokens of a response; use --engine_type hf"
+        )
+    if config.engine_type == "sglang" and (config.top_p < 1 or config.top_k > 0):
+        raise UnsupportedCombination(
+            f"top_p {config.top_p}, top_k {config.top_k} and engine_type 'sglang' do not work together: it reports "
+            "log-probabilities from before the truncation; use --top_p 1 --top_k 0, or another engine"
+        )
+    if config.temperature == 0 and config.n_samples_per_prompt > 1:
+        raise UnsupportedCombination(
+            f"temperature 0 and n_samples_per_prompt {config.n_samples_per_prompt} do not work together: greedy "
+            "responses to a prompt are all the same; raise temperature"
+        )
+
+
 def _check_extras(config: RFTConfig) -> None:
     needed = [] if config.fsdp else ["deepspeed"]
     needed += [config.engine_type] if config.engine_type != "hf" else []
@@ -149,9 +169,7 @@ def _check_resume(config: RFTConfig) -> None:
 
 
 def _check_offload(config: RFTConfig) -> None:
-    if config.adam_offload and config.fsdp:
-        raise UnsupportedCombination("adam_offload and FSDP2 do not work together: leave out --fsdp, or --adam_offload")
-    if config.adam_offload and config.zero_stage == 0:
+    if config.adam_offload and not config.fsdp and config.zero_stage == 0:
         raise UnsupportedCombination("adam_offload and ZeRO stage 0 do not work together: use --zero_stage 1, 2 or 3")
 
 

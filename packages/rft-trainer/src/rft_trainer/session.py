@@ -16,9 +16,13 @@ from rft_trainer.config import RFTConfig
 from rft_trainer.data import EncodedPrompt
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.experience.credit import CreditAssigner, CreditConfig
+from rft_trainer.experience.dynamic import DynamicSampling, GroupFilter
 from rft_trainer.experience.experience import Collator, Experience
 from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
+from rft_trainer.experience.partial import PartialRollouts
+from rft_trainer.experience.rollouts import Rollouts
+from rft_trainer.memory.build import phase_memory
 from rft_trainer.models import Actor
 from rft_trainer.preflight import RUN_MARKER
 from rft_trainer.report import (
@@ -31,6 +35,7 @@ from rft_trainer.report import (
     RolloutWriter,
     TensorBoardLogger,
 )
+from rft_trainer.roles import scoring_options
 from rft_trainer.strategy import Strategy, TrainState
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.ppo import CRITIC_FOLDER, PPOTrainer
@@ -60,6 +65,16 @@ class Ingredients:
     initial_model: nn.Module | None
     critic: TrainState | None = None
     teacher: nn.Module | None = None
+
+    def trained(self) -> dict[str, TrainState]:
+        """The models under training, by role."""
+        return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
+
+    def frozen(self) -> dict[str, nn.Module]:
+        """The models that are only scored, by role."""
+        named = {"reference": self.initial_model, "teacher": self.teacher}
+        return {role: model for role, model in named.items() if model is not None}
+
     tokenizer: Any
     prompts: Sequence[EncodedPrompt]
     held_out: Sequence[EncodedPrompt]
@@ -81,6 +96,8 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
             strategy=strategy.backend.name,
         )
     main = data.rank == 0
+    progress = Console(enabled=main, columns=STEP_COLUMNS)
+    rollouts = _rollouts(config, strategy, ingredients, maker, progress)
     trainer = PPOTrainer(
         config=config,
         actor=actor,
@@ -91,26 +108,64 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         backend=strategy.backend,
         runtime=strategy.runtime,
         data=data,
-        prompts=ingredients.prompts,
-        sampler=strategy.build_sampler(len(ingredients.prompts), config.rollout_batch_size),
+        rollouts=rollouts,
         maker=maker,
         update=update,
         evaluator=_evaluator(config, strategy, maker, ingredients.held_out),
         checkpoints=checkpoints,
-        sampling=SamplingParams(
-            n=config.n_samples_per_prompt,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            max_new_tokens=config.generate_max_len,
-        ),
+        sampling=sampling_params(config),
         logger=LoggerGroup(_loggers(config, None if resumed is None else resumed.step) if main else ()),
-        progress=Console(enabled=main, columns=STEP_COLUMNS),
+        progress=progress,
         keep_rollouts=_rollout_keeper(config, data.rank),
+        memory=phase_memory(config, strategy, trained=ingredients.trained(), frozen=ingredients.frozen()),
     )
     if resumed is not None:
         trainer.resume(resumed)
+        assert config.resume_from is not None
+        rollouts.load_held(config.resume_from / "shards", data.rank)
     return trainer
+
+
+def sampling_params(config: RFTConfig) -> SamplingParams:
+    """Sampling of training rollouts."""
+    return SamplingParams(
+        n=config.n_samples_per_prompt,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_new_tokens=config.generate_max_len,
+        first_token_temperature=config.first_token_temperature,
+    )
+
+
+def _rollouts(
+    config: RFTConfig, strategy: Strategy, ingredients: Ingredients, maker: FastExperienceMaker, progress: Console
+) -> Rollouts:
+    sampler = strategy.build_sampler(len(ingredients.prompts), config.rollout_batch_size)
+    dynamic = partial = None
+    if config.dynamic_sampling:
+        wanted = GroupFilter(
+            group_size=config.n_samples_per_prompt,
+            wanted=config.rollout_batch_size,
+            rounds=config.dynamic_sampling_rounds,
+            lowest_mean=config.lowest_group_score,
+            highest_mean=config.highest_group_score,
+        )
+        dynamic = DynamicSampling(wanted, data=strategy.data, draw=sampler.next_batch, say=progress.line)
+    if config.partial_rollout_tokens is not None:
+        partial = PartialRollouts(
+            tokens=config.partial_rollout_tokens,
+            staleness=config.partial_rollout_staleness,
+            generate=strategy.runtime.generate,
+        )
+    return Rollouts(
+        maker=maker,
+        sampler=sampler,
+        prompts=ingredients.prompts,
+        sampling=sampling_params(config),
+        dynamic=dynamic,
+        partial=partial,
+    )
 
 
 def _maker_and_update(
@@ -136,7 +191,7 @@ def _maker_and_update(
         base_seed=config.seed,
     )
     update = PolicyUpdate(
-        update_config(config, strategy.data.size),
+        update_config(config),
         backend=strategy.backend,
         data=strategy.data,
         planner=planner,
@@ -154,7 +209,10 @@ def scores_with_actor(config: RFTConfig) -> bool:
     divergence in the reward, distillation, the choices of experts) needs them.
     """
     teaches = AdvantageEstimator.get(config.advantage_estimator).needs_teacher
-    return config.updates_per_step > 1 or config.kl_in_reward or teaches or config.expert_balance_coef > 0
+    # Responses that were held back may make a step larger than samples_per_step.
+    may_grow = config.partial_rollout_tokens is not None and config.train_batch_size is not None
+    made_before = config.kl_in_reward or teaches or config.expert_balance_coef > 0
+    return config.updates_per_step > 1 or may_grow or made_before
 
 
 def credit_config(config: RFTConfig) -> CreditConfig:
@@ -198,11 +256,11 @@ def check_ingredients(config: RFTConfig, ingredients: Ingredients) -> None:
     scoring = getattr(ingredients.actor.network, "scoring", None)
     if scoring is None:
         return
-    sampled = Actor.scoring_of(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
+    sampled = Actor.scoring_of(**scoring_options(config))
     if scoring != sampled:
         raise ConfigurationError(
             f"the actor scores {dict(scoring)} and rollouts are sampled from {sampled}: on-policy ratios would not be "
-            "1; build Actor(model, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)"
+            "1; build Actor(model, **scoring_options(config))"
         )
 
 
@@ -212,8 +270,8 @@ def _load_models(strategy: Strategy, ingredients: Ingredients, folder: Path) -> 
         strategy.load_checkpoint(ingredients.critic, folder / CRITIC_FOLDER)
 
 
-def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
-    """The update's part of the configuration, with this rank's share of the batch."""
+def update_config(config: RFTConfig) -> UpdateConfig:
+    """The update's part of the configuration."""
     fixed = config.generate_max_len if config.loss_aggregation == "seq-mean-token-sum-norm" else None
     return UpdateConfig(
         policy_loss=config.policy_loss,
@@ -232,8 +290,9 @@ def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
         expert_balance_coef=config.expert_balance_coef,
         value_clip=config.value_clip,
         epochs=config.max_epochs,
-        mini_batch_size=(config.train_batch_size or config.samples_per_step) // data_size,
+        train_batch_size=config.train_batch_size,
         keep_groups=config.share_prompts,
+        group_size=config.n_samples_per_prompt,
         seed=config.seed,
     )
 

@@ -24,3 +24,8 @@ class DistributionOptions:
     """Check every rank's collectives against each other and name the rank that diverges."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward."""
+
+
+def computes_in_bf16(config: DistributionOptions, device_type: str) -> bool:
+    """Whether a device of this type computes in bfloat16."""
+    return config.precision == "bf16" or (config.precision == "auto" and device_type == "cuda")

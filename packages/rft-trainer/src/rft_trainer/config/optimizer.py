@@ -24,7 +24,7 @@ class OptimizerOptions:
     freeze: tuple[str, ...] = ()
     """Prefixes of parameter names that stay fixed; each must match something."""
     adam_offload: bool = False
-    """Keep optimiser state on the host."""
+    """Optimiser state on the host: under ZeRO it is stepped there, under FSDP2 it is on the device in updates."""
 
     def _optimizer_problems(self) -> list[str]:
         return below(self, 0, "weight_decay", "max_norm", "actor_learning_rate", "lr_warmup_steps")

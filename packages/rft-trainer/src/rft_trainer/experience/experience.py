@@ -22,6 +22,7 @@ class Experience:
 
     prompt_ids: [P] int64; response_ids: [T] int64; response_mask: [T] bool, tokens that are trained.
     engine_log_probs: [T] fp32, of the distribution sampled from.
+    weights_version: of the oldest token; token_versions: [T] int64, of each.
     old_log_probs: [T] fp32; None while the first update's own forward stands in for them.
     ref_log_probs, teacher_log_probs, values, advantages, returns: [T] fp32; None where no role gives them.
     score: what the reward functions gave; reward: the score after penalties, normalisation and clip.
@@ -36,6 +37,7 @@ class Experience:
     engine_log_probs: Tensor
     weights_version: int
     truncated: bool
+    token_versions: Tensor | None = None
     prompt_id: str = ""
     prompt: str = ""
     response: str = ""

@@ -17,6 +17,7 @@ from rft_dist import DistributedConfig, DistributedSession, ParallelLayout, buil
 from rft_engines import EngineConfig, Generation, GenerationRequest, SamplingParams, create_engine
 from rft_sync import SyncReport
 from rft_trainer.config import OptimizerConfig, RFTConfig
+from rft_trainer.config.distribution import computes_in_bf16
 from rft_trainer.data import DataSampler
 from rft_trainer.export import export_adapter, export_model
 from rft_trainer.strategy.data_parallel import WorldDataParallel
@@ -109,7 +110,7 @@ class Strategy:
     @property
     def bf16(self) -> bool:
         """Compute in bfloat16."""
-        return self.config.precision == "bf16" or (self.config.precision == "auto" and self.device.type == "cuda")
+        return computes_in_bf16(self.config, self.device.type)
 
     # -- training
 
@@ -124,13 +125,13 @@ class Strategy:
             seed=self.config.seed,
         )
 
-    def prepare(self, model: nn.Module, optimizer: OptimizerConfig | None = None) -> TrainState:
+    def prepare(self, model: nn.Module, optimizer: OptimizerConfig | None = None, *, role: str = "actor") -> TrainState:
         """Wrap a model for training. Collective over the world."""
-        return self.backend.prepare(model, optimizer or self.config.actor_optimizer())
+        return self.backend.prepare(model, optimizer or self.config.actor_optimizer(), role=role)
 
-    def prepare_frozen(self, model: nn.Module) -> nn.Module:
+    def prepare_frozen(self, model: nn.Module, *, role: str = "reference") -> nn.Module:
         """Wrap a model that is only scored. Collective over the world."""
-        return self.backend.prepare_frozen(model)
+        return self.backend.prepare_frozen(model, role=role)
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool = True) -> None:
         """Add the gradient of `loss`. Collective over the world."""
@@ -174,13 +175,13 @@ class Strategy:
 
     # -- residency
 
-    def offload_model(self, state: TrainState) -> None:
-        """Model to the host."""
-        self.backend.offload_model(state)
+    def offload_model(self, model: TrainState | nn.Module) -> None:
+        """A trained state's model, or a frozen model, to the host."""
+        self.backend.offload_model(model)
 
-    def reload_model(self, state: TrainState) -> None:
-        """Model back to the device."""
-        self.backend.reload_model(state)
+    def reload_model(self, model: TrainState | nn.Module) -> None:
+        """A trained state's model, or a frozen model, back to the device."""
+        self.backend.reload_model(model)
 
     def offload_optimizer(self, state: TrainState) -> None:
         """Optimiser state to the host."""
@@ -202,10 +203,12 @@ class Strategy:
 
     def save_model(self, state: TrainState, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face folder in safetensors. Collective over the world."""
+        self.backend.reload_model(state)
         export_model(state, folder, tokenizer, group=self.host_group)
 
     def save_adapter(self, state: TrainState, folder: Path) -> None:
         """Write the adapter of a LoRA actor in PEFT's format. Collective over the world."""
+        self.backend.reload_model(state)
         export_adapter(state, folder, group=self.host_group)
 
     def on_main(self, action: Callable[[], None]) -> None:

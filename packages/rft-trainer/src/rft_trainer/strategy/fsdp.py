@@ -1,19 +1,28 @@
 """FSDP2 training: `fully_shard` on the model's own blocks, AdamW on the local shards."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rft_trainer.config import OptimizerConfig
 from rft_trainer.optim import build_adamw, build_schedule
-from rft_trainer.strategy.protocols import StepReport, TrainState
+from rft_trainer.strategy.protocols import Movable, StateMemory, StepReport, TrainState
+from rft_trainer.strategy.residency import (
+    OPTIMIZER_SUFFIX,
+    MovableMemory,
+    RoleMemory,
+    guard,
+    module_tensors,
+    optimizer_tensors,
+    reload_state,
+)
 
 
 class FSDPBackend:
@@ -32,19 +41,29 @@ class FSDPBackend:
             else MixedPrecisionPolicy()
         )
         self._mesh: DeviceMesh | None = None
+        self._roles = RoleMemory()
 
-    def prepare(self, model: nn.Module, config: OptimizerConfig) -> TrainState:
+    def prepare(self, model: nn.Module, config: OptimizerConfig, *, role: str = "actor") -> TrainState:
         """Shard and build the optimiser over the local shards. Collective over the world."""
         self._shard(model)
         optimizer = build_adamw(model, config.adamw)
         schedule = build_schedule(optimizer, config.schedule)
-        return TrainState(model, model, optimizer, schedule, config, release_gathered=model.reshard)  # type: ignore[arg-type]
+        memory = StateMemory(
+            self._memory(role, lambda: module_tensors(model), _reshard(model)),
+            self._memory(role + OPTIMIZER_SUFFIX, lambda: optimizer_tensors(optimizer), lambda: None),
+        )
+        guard(model, memory.model)
+        return TrainState(model, model, optimizer, schedule, config, memory, release_gathered=_reshard(model))
 
-    def prepare_frozen(self, model: nn.Module) -> nn.Module:
+    def prepare_frozen(self, model: nn.Module, *, role: str = "reference") -> nn.Module:
         """Shard a model that is only scored. Collective over the world."""
         model.requires_grad_(False).eval()
         self._shard(model, reshard_root=True)
+        self._roles.add_frozen(model, self._memory(role, lambda: module_tensors(model), _reshard(model)))
         return model
+
+    def _memory(self, owner: str, tensors: Callable[[], Iterable[Tensor]], before: Callable[[], None]) -> Movable:
+        return MovableMemory(owner, tensors, self._device, before_offload=before)
 
     def _shard(self, model: nn.Module, *, reshard_root: bool = False) -> None:
         if self._mesh is None:
@@ -62,6 +81,7 @@ class FSDPBackend:
 
     def optimizer_step(self, state: TrainState) -> StepReport:
         """Clip by the global norm, step and schedule; skipped when the norm is not finite. Collective."""
+        state.memory.optimizer.reload()
         grads = [p.grad for p in state.network.parameters() if p.grad is not None]
         norm = _whole(torch.nn.utils.get_total_norm(grads))
         rate = float(state.optimizer.param_groups[0]["lr"])
@@ -76,6 +96,7 @@ class FSDPBackend:
 
     def save(self, state: TrainState, folder: Path) -> None:
         """Write a torch distributed checkpoint. Collective over the world."""
+        reload_state(state)
         from torch.distributed.checkpoint.state_dict import get_state_dict
         from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -84,6 +105,7 @@ class FSDPBackend:
 
     def load(self, state: TrainState, folder: Path) -> None:
         """Read a torch distributed checkpoint in place; any world size. Collective over the world."""
+        reload_state(state)
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -103,21 +125,29 @@ class FSDPBackend:
         )
         state.scheduler.load_state_dict(content["scheduler"])
 
-    def offload_model(self, state: TrainState) -> None:
-        """Parameters, gradients and buffers to the host."""
-        state.network.to("cpu")
+    def memory_of(self, model: TrainState | nn.Module) -> Movable:
+        """Where a trained state's model, or a frozen model, is."""
+        return self._roles.of(model)
 
-    def reload_model(self, state: TrainState) -> None:
-        """Parameters, gradients and buffers back to the device."""
-        state.network.to(self._device)
+    def offload_model(self, model: TrainState | nn.Module) -> None:
+        """Parameters, gradients and buffers to the host. No communication."""
+        self._roles.of(model).offload()
+
+    def reload_model(self, model: TrainState | nn.Module) -> None:
+        """Parameters, gradients and buffers back to the device. No communication."""
+        self._roles.of(model).reload()
 
     def offload_optimizer(self, state: TrainState) -> None:
-        """Optimiser state to the host."""
-        _move_optimizer(state.optimizer, torch.device("cpu"))
+        """Optimiser state to the host. No communication."""
+        state.memory.optimizer.offload()
 
     def load_optimizer(self, state: TrainState) -> None:
-        """Optimiser state back to the device."""
-        _move_optimizer(state.optimizer, self._device)
+        """Optimiser state back to the device. No communication."""
+        state.memory.optimizer.reload()
+
+
+def _reshard(model: nn.Module) -> Callable[[], None]:
+    return cast(FSDPModule, model).reshard
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
@@ -141,12 +171,3 @@ def _trained_only() -> Any:
 
 def _whole(norm: Tensor) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    states: Iterable[dict[str, Any]] = optimizer.state.values()
-    for entry in states:
-        for key, value in entry.items():
-            # The step counter of AdamW lives on the host unless the optimiser is fused.
-            if isinstance(value, Tensor) and key != "step":
-                entry[key] = value.to(device)

@@ -4,27 +4,29 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 from torch import nn
 
+from rft_dist import Sum
 from rft_engines import SamplingParams
 from rft_trainer.algorithms import KLController, effective_sample_size
 from rft_trainer.checkpoint import CheckpointStore, TrainerState
 from rft_trainer.config import RFTConfig
-from rft_trainer.data import DataSampler, EncodedPrompt, SamplerState
 from rft_trainer.experience.experience import Experience
 from rft_trainer.experience.maker import FastExperienceMaker, Roles
+from rft_trainer.experience.rollouts import Rollouts
 from rft_trainer.report import MetricLogger
 from rft_trainer.strategy.protocols import DataParallel, RolloutRuntime, TrainingBackend, TrainState
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.metrics import rollout_metrics
-from rft_trainer.trainer.phases import PhaseClock
+from rft_trainer.trainer.phases import NoPhaseMemory, PhaseClock, PhaseMemory
 from rft_trainer.trainer.update import PolicyUpdate
 
 CRITIC_FOLDER = "critic"
 """Where the critic's shards lie below the actor's."""
 GAP = "train/gap/gap"
+TRAINED = "rollout/trained_tokens"
 
 
 class Progress(Protocol):
@@ -50,14 +52,13 @@ class PPOTrainer:
     config: RFTConfig
     actor: TrainState
     reference: nn.Module | None
-    critic: TrainState | None = None
-    teacher: nn.Module | None = None
+    critic: TrainState | None
+    teacher: nn.Module | None
     kl: KLController
     backend: TrainingBackend
     runtime: RolloutRuntime
     data: DataParallel
-    prompts: Sequence[EncodedPrompt]
-    sampler: DataSampler
+    rollouts: Rollouts
     maker: FastExperienceMaker
     update: PolicyUpdate
     evaluator: Evaluator | None
@@ -66,11 +67,14 @@ class PPOTrainer:
     logger: MetricLogger
     progress: Progress
     keep_rollouts: Callable[[int, Sequence[Experience]], None]
+    memory: PhaseMemory = field(default_factory=NoPhaseMemory)
     finished_steps: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._clock = PhaseClock(self.data.device, self.progress.phase)
+        self._clock = PhaseClock(
+            self.data.device, self.progress.phase, enter=self.memory.enter, leave=self.memory.leave
+        )
 
     def fit(self) -> dict[int, dict[str, float]]:
         """Train up to `max_steps`; the evaluations by step. Collective over the world."""
@@ -87,21 +91,15 @@ class PPOTrainer:
                 self.evaluate(step)
             if last or (self.config.save_steps and step % self.config.save_steps == 0):
                 self.save()
+        self.progress.line(self.memory.table())
         return self.evaluations
 
     def step(self) -> dict[str, float]:
         """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
         step = self.finished_steps + 1
         self._clock.restart()
-        items = self.sampler.next_batch()
-        experiences, credit = self.maker.make(
-            items,
-            [self.prompts[item] for item in items],
-            self.sampling,
-            step=step,
-            roles=self._roles(),
-            timer=self._clock,
-        )
+        experiences, facts = self.rollouts.collect(step, self._clock)
+        facts |= self.maker.learnable(experiences, self._roles(), self._clock)
         with self._clock("update"):
             warming = step <= self.config.critic_warmup_steps
             update = self.update(self.actor, experiences, critic=self.critic, critic_only=warming)
@@ -111,14 +109,14 @@ class PPOTrainer:
             self.keep_rollouts(step, experiences)
         self.finished_steps = step
         counts = {f"rollout/counts/{name}": count for name, count in self.maker.take_reward_counts().items()}
-        metrics = self.data.reduce_metrics(
-            {**rollout_metrics(experiences, self.sampling.n), **credit, **update, **counts}
-        )
+        facts |= {**counts, "rollout/responses": Sum(float(len(experiences)))}
+        facts[TRAINED] = Sum(float(sum(int(e.response_mask.sum()) for e in experiences)))
+        metrics = self.data.reduce_metrics({**rollout_metrics(experiences, self.sampling.n), **facts, **update})
         metrics["sync/version"] = float(report.version)
         metrics["sync/gigabytes_per_second"] = report.gigabytes_per_second
         self._follow(metrics)
         self._report(step, metrics)
-        if GAP in metrics:
+        if GAP in metrics and metrics[TRAINED]:
             self.config.gap_limit().check(metrics[GAP])
         return metrics
 
@@ -129,8 +127,9 @@ class PPOTrainer:
     def _follow(self, metrics: dict[str, float]) -> None:
         """Numbers that are made of reduced ones, so that every rank has the same."""
         observed = metrics.get("rollout/kl" if self.config.kl_in_reward else "train/kl")
-        if observed is not None:
-            self.kl.update(observed, self.config.samples_per_step)
+        # Without a trained token nothing was observed, and the mean is not a number.
+        if observed is not None and metrics[TRAINED]:
+            self.kl.update(observed, int(metrics["rollout/responses"]))
         if GAP in metrics:
             metrics["train/gap/effective_sample_size"] = effective_sample_size(
                 metrics["train/gap/weight"], metrics["train/gap/weight_square"]
@@ -139,7 +138,8 @@ class PPOTrainer:
     def _report(self, step: int, metrics: dict[str, float]) -> None:
         seconds = self._clock.seconds()
         metrics.update({f"perf/seconds_{name}": value for name, value in seconds.items()})
-        metrics["perf/samples_per_second"] = self.config.samples_per_step / seconds["step"]
+        metrics.update(self.memory.metrics(step))
+        metrics["perf/samples_per_second"] = metrics["rollout/responses"] / seconds["step"]
         self.logger.log(step, metrics)
         self.progress.step_line(step, metrics, total_steps=self.config.max_steps)
 
@@ -166,7 +166,7 @@ class PPOTrainer:
             weights_version=self.runtime.weights_version,
             world_size=self.data.size,
             strategy=self.backend.name,
-            sampler=dict(self.sampler.state_dict()),
+            sampler=self.rollouts.state_dict(),
             update={"buffer": self.update.state_dict(), "kl": self.kl.state_dict(), "credit": self.maker.state_dict()},
         )
         with self._clock("checkpoint"):
@@ -177,6 +177,7 @@ class PPOTrainer:
         self.backend.save(self.actor, folder)
         if self.critic is not None:
             self.backend.save(self.critic, folder / CRITIC_FOLDER)
+        self.rollouts.save_held(folder, self.data.rank)
 
     def resume(self, state: TrainerState) -> None:
         """Continue after the step that `state` was saved at."""
@@ -185,4 +186,4 @@ class PPOTrainer:
         self.update.load_state_dict(state.update["buffer"])
         self.kl.load_state_dict(state.update["kl"])
         self.maker.load_state_dict(state.update["credit"])
-        self.sampler.load_state_dict(cast(SamplerState, state.sampler))
+        self.rollouts.load_state_dict(state.sampler)

@@ -19,9 +19,9 @@ from rft_engines import EngineError
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import RFTrainerError
-from rft_trainer.models import Actor, load_causal_model, quieten_transformers
+from rft_trainer.models import quieten_transformers
 from rft_trainer.preflight import claim_output, preflight
-from rft_trainer.roles import prepare_critic, prepare_teacher, scoring_options
+from rft_trainer.roles import build_initial_model, build_policy, prepare_critic, prepare_teacher
 from rft_trainer.session import Ingredients, build_trainer
 from rft_trainer.strategy import Strategy, get_strategy
 
@@ -50,21 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
     """Models, engine and the loop. Collective over the world."""
-    scoring = scoring_options(config)
-    policy = Actor(load_causal_model(inputs.model_folder), **scoring)
-    policy.freeze(config.freeze)
-    if config.gradient_checkpointing:
-        policy.checkpoint_activations()
-    actor = strategy.prepare(policy)
-    initial_model = None
-    if config.init_kl_coef > 0:
-        initial_model = strategy.prepare_frozen(Actor(load_causal_model(inputs.model_folder), **scoring))
+    actor = strategy.prepare(build_policy(config, inputs.model_folder, bf16=strategy.bf16))
+    initial_model = build_initial_model(config, inputs.model_folder, strategy, actor)
+    critic = prepare_critic(config, strategy, inputs.model_folder)
+    teacher = prepare_teacher(config, strategy)
+    # Last: vLLM measures what the models have left of the device.
     strategy.create_engine(inputs.engine)
     ingredients = Ingredients(
         actor=actor,
         initial_model=initial_model,
-        critic=prepare_critic(config, strategy, inputs.model_folder),
-        teacher=prepare_teacher(config, strategy),
+        critic=critic,
+        teacher=teacher,
         tokenizer=inputs.tokenizer,
         prompts=inputs.train,
         held_out=inputs.held_out,
@@ -73,6 +69,8 @@ def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
     trainer = build_trainer(config, strategy, ingredients)
     evaluations = trainer.fit()
     strategy.save_model(actor, config.output_dir / "model", inputs.tokenizer)
+    if config.lora_rank:
+        strategy.save_adapter(actor, config.output_dir / "adapter")
     strategy.on_main(lambda: write_summary(config, evaluations, trainer.progress))
 
 

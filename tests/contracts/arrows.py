@@ -32,8 +32,9 @@ ALLOWANCES: Mapping[str, Allowance] = {
     "rft_dist": Allowance(anywhere=frozenset({"torch"})),
     "rft_sync": Allowance(
         anywhere=frozenset({"torch"}),
-        # safetensors comes with vllm and writes the adapter files that it reads.
-        lazily=frozenset({"deepspeed", "peft", "vllm", "sglang", "transformers", "safetensors"}),
+        # safetensors comes with vllm and writes the adapter files that it reads; triton comes with torch's CUDA builds.
+        lazily=frozenset({"deepspeed", "peft", "vllm", "sglang", "transformers", "safetensors", "triton"}),
+        adapters=frozenset({"triton"}),
     ),
     "rft_rewards": Allowance(
         anywhere=frozenset({"numpy"}),

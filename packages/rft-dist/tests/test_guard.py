@@ -1,6 +1,7 @@
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,15 +13,14 @@ from rft_dist.testing import run_ranks
 HERE = __file__
 
 
-def outcome(body, rank, world_size, timeout_seconds=60.0):
-    """Runs the body under a guard; returns (type, text, seconds until it was raised)."""
-    started = time.monotonic()
+def outcome(body, rank, world_size, timeout_seconds):
+    """Runs the body under a guard; returns (type, text) of what it raised."""
     try:
         with CollectiveGuard(timeout_seconds=timeout_seconds):
             body(rank, world_size)
     except (CollectiveMismatchError, RankUnresponsiveError) as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    return "nothing", "", time.monotonic() - started
+        return type(error).__name__, str(error)
+    return "nothing", ""
 
 
 def different_shapes(rank, world_size):
@@ -93,17 +93,17 @@ MISMATCHES = {
 def test_a_mismatch_names_the_first_rank_that_differs_on_every_rank(body):
     world_size, odd, parts = MISMATCHES[body]
     results = run_ranks(guarded, world_size, body, guard=False)
-    assert {kind for kind, _, _ in results} == {"CollectiveMismatchError"}
-    assert len({text for _, text, _ in results}) == 1
+    assert {kind for kind, _ in results} == {"CollectiveMismatchError"}
+    assert len({text for _, text in results}) == 1
     text = results[0][1]
     assert text.startswith(f"rank {odd} differs: it called ")
     assert all(part in text for part in parts), text
     assert f"{HERE}:" in text
     assert f"in {body.__name__}" in text
-    assert max(seconds for _, _, seconds in results) < 20
 
 
-def guarded(rank, world_size, body, timeout_seconds=60.0):
+def guarded(rank, world_size, body, timeout_seconds=600.0):
+    """The guard's own time-out lies beyond that of run_ranks: what only it would end fails the test."""
     return outcome(body, rank, world_size, timeout_seconds)
 
 
@@ -129,7 +129,7 @@ def test_a_rank_that_leaves_while_others_wait_is_named():
 
 def error_on_the_other_rank(rank, world_size):
     try:
-        return outcome(fail_early, rank, world_size)
+        return guarded(rank, world_size, fail_early)
     except KeyError:
         return "own error"
 
@@ -140,24 +140,27 @@ def test_an_exception_on_one_rank_reaches_those_who_wait_for_it():
     assert "rank 1 raised KeyError: 'prompt 7'" in waiting[1]
 
 
-def sleep_on_one(rank, world_size):
+def stuck_until_others_gave_up(rank, world_size, folder):
     with collective_tag("rollout"):
         dist.all_reduce(torch.ones(1))
     if rank == 1:
-        time.sleep(4)
-    else:
+        while len(list(folder.iterdir())) < world_size - 1:
+            time.sleep(0.05)
+        return
+    try:
         dist.barrier()
+    finally:
+        (folder / str(rank)).touch()
 
 
-def test_a_stuck_rank_is_named_with_its_last_tag_when_the_time_is_over():
-    results = run_ranks(guarded, 3, sleep_on_one, 2.0, guard=False)
+def test_a_stuck_rank_is_named_with_its_last_tag_when_the_time_is_over(tmp_path):
+    results = run_ranks(guarded, 3, partial(stuck_until_others_gave_up, folder=tmp_path), 2.0, guard=False)
     assert results[1][0] == "nothing"
-    for kind, text, seconds in (results[0], results[2]):
+    for kind, text in (results[0], results[2]):
         assert kind == "RankUnresponsiveError"
         assert text.startswith("rank 1 did not come to barrier() on group '0'")
         assert "it is alive" in text
         assert "its last collective was all_reduce(float32[1], op=sum) tagged 'rollout'" in text
-        assert seconds < 20
 
 
 def die_on_one(rank, world_size):
@@ -173,12 +176,11 @@ def test_a_dead_rank_is_named_with_its_last_tag_by_all_others():
     with pytest.raises(RuntimeError, match="rank 1 of 3 died") as caught:
         run_ranks(guarded, 3, die_on_one, guard=False)
     for rank in (0, 2):
-        kind, text, seconds = caught.value.results[rank]
+        kind, text = caught.value.results[rank]
         assert kind == "RankUnresponsiveError"
         assert text.startswith("rank 1 did not come to barrier()")
         assert "no sign of life" in text
         assert "tagged 'step 4'" in text
-        assert seconds < 20
 
 
 def stop_on_one(rank, world_size):
@@ -192,7 +194,7 @@ def stop_on_one(rank, world_size):
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_as_silent():
     results = run_until_stopped(3, 6.0)
-    for kind, text, _ in (results[0], results[2]):
+    for kind, text in (results[0], results[2]):
         assert kind == "RankUnresponsiveError"
         assert text.startswith("rank 1 did not come to barrier()")
         assert "no sign of life" in text
@@ -201,7 +203,7 @@ def test_a_stopped_rank_is_named_as_silent():
 
 def run_until_stopped(world_size, timeout_seconds):
     with pytest.raises(TimeoutError, match="rank 1 of 3 did not finish") as caught:
-        run_ranks(guarded, world_size, stop_on_one, timeout_seconds, timeout_seconds=25, guard=False)
+        run_ranks(guarded, world_size, stop_on_one, timeout_seconds, timeout_seconds=60, guard=False)
     return caught.value.results
 
 

@@ -66,6 +66,45 @@ def test_samples_do_not_depend_on_the_batch(model, prompts):
     assert len({sample.token_ids for sample in together}) == len(together)
 
 
+@pytest.mark.parametrize("prefill_tokens", [1, 64, 4096])
+def test_a_common_prefix_is_prefilled_once(model, prompts, prefill_tokens):
+    shared = tuple(range(30, 70))
+    lengthened = [shared + prompt for prompt in prompts] + [shared]
+    widths = []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    engine = HFEngine(model, prefill_tokens=prefill_tokens)
+    samples = engine.generate(requests_for(lengthened), SamplingParams(n=2, max_new_tokens=12))
+    handle.remove()
+    # The last prompt keeps one token of its own.
+    assert widths[0] == (1, 39)
+    assert sum(rows for rows, columns in widths[1:] if columns > 1) <= len(lengthened)
+    assert max(columns for _, columns in widths[1:]) == 41
+    for sample in samples:
+        expected = teacher_forced(model, sample)
+        torch.testing.assert_close(torch.tensor(sample.log_probs).double(), expected, atol=1e-5, rtol=0)
+    greedy = engine.generate([GenerationRequest(prompt) for prompt in lengthened], GREEDY)
+    assert [sample.token_ids for sample in greedy] == [reference_greedy(model, prompt, 20) for prompt in lengthened]
+    alone = [
+        HFEngine(model).generate([request], SamplingParams(n=2, max_new_tokens=12))
+        for request in requests_for(lengthened)
+    ]
+    assert [sample.token_ids for pair in alone for sample in pair] == [sample.token_ids for sample in samples]
+
+
+def test_a_common_prefix_is_not_shared_across_a_window_of_attention(prompts):
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=24, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).eval()
+    lengthened = [tuple(range(30, 70)) + prompt for prompt in prompts]
+    samples = HFEngine(model).generate([GenerationRequest(prompt) for prompt in lengthened], GREEDY)
+    assert [sample.token_ids for sample in samples] == [reference_greedy(model, prompt, 20) for prompt in lengthened]
+
+
 def test_global_random_state_is_untouched(model, prompts):
     before = torch.get_rng_state()
     HFEngine(model).generate(requests_for(prompts), SamplingParams(max_new_tokens=4))

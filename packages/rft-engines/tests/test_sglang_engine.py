@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -116,15 +115,13 @@ def test_unsupported_wishes_are_refused_by_name(folder):
         SGLangEngine(sglang_config(folder, kv_cache_bytes=1), engine_class=sglang_double.Engine)
 
 
-def test_a_dead_engine_is_noticed_within_seconds(folder):
+def test_a_dead_engine_is_noticed_while_it_is_waited_for(folder):
     engine = SGLangEngine(sglang_config(folder), engine_class=sglang_double.Engine)
-    engine.native.seconds_per_step = 30
+    engine.native.seconds_per_step = 3600
     killer = threading.Timer(0.5, engine.native.child.kill)
     killer.start()
-    start = time.monotonic()
     with pytest.raises(EngineDiedError, match="has ended"):
         engine.generate([GenerationRequest((5,))], GREEDY)
-    assert time.monotonic() - start < 10
     with pytest.raises(EngineDiedError):
         engine.generate([GenerationRequest((5,))], GREEDY)
     engine.close()
@@ -154,7 +151,7 @@ def on_rank(rank, world_size, folder, counts, mode=""):
     assert (engine.native is None) == (rank != 0)
     requests = [GenerationRequest((5 + rank, 9, 11 + place)) for place in range(counts[rank])]
     if mode == "death" and rank == 0:
-        engine.native.seconds_per_step = 30
+        engine.native.seconds_per_step = 3600
         threading.Timer(0.3, engine.native.child.kill).start()
     try:
         samples = gather_and_generate(engine, requests, SamplingParams(n=2, max_new_tokens=3), groups)

@@ -139,7 +139,7 @@ def test_models_take_turns_and_leave_after_failures():
 
 
 def test_coroutines_run_together_and_beside_plain_functions():
-    barrier = threading.Barrier(2, timeout=10)
+    barrier = threading.Barrier(2, timeout=120)
 
     async def remote(samples):
         await asyncio.to_thread(barrier.wait)
@@ -151,11 +151,11 @@ def test_coroutines_run_together_and_beside_plain_functions():
 
     async def first(samples):
         started.set()
-        await asyncio.wait_for(answered.wait(), 10)
+        await asyncio.wait_for(answered.wait(), 120)
         return [4.0] * len(samples)
 
     async def second(samples):
-        await asyncio.wait_for(started.wait(), 10)
+        await asyncio.wait_for(started.wait(), 120)
         answered.set()
         return [8.0] * len(samples)
 

@@ -76,6 +76,19 @@ def test_a_batch_scores_like_its_samples_alone_where_pad_and_end_are_the_same():
     assert _values(small, SAMPLES) == pytest.approx(alone, abs=1e-5)
 
 
+def test_batches_hold_samples_of_like_length_within_the_limit():
+    classifier, shapes = _classifier(), []
+    classifier.register_forward_pre_hook(
+        lambda module, args, inputs: shapes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
+    )
+    model = HFRewardModel(classifier, _tokenizer(), batch_tokens=60)
+    short, long = RewardSample("four", prompt="two plus two ?"), SAMPLES[2]
+    model([short, long, short, long, short])
+    (_, short_width), (_, long_width) = shapes[-1], shapes[0]
+    assert shapes == [(1, long_width), (1, long_width), (3, short_width)]
+    assert 3 * short_width <= 60 < 2 * long_width
+
+
 def test_the_score_is_read_at_the_last_real_token():
     classifier, tokenizer = _classifier(), _tokenizer()
     model = HFRewardModel(classifier, tokenizer)

@@ -90,7 +90,7 @@ def test_updates_reach_the_engine_and_are_read_back(kind):
     engine = kind()
     manager = _manager(engine)
     assert isinstance(manager.receiver, SGLangReceiver)
-    model = manager.source._model
+    model = manager.source.model
     for version in (1, 2):
         with torch.no_grad():
             model.weight.add_(1.0)

@@ -52,3 +52,23 @@ def test_unknown_recipe_and_unknown_flag(capsys):
         parse_config(["--max_stepz", "3"], recipes)
     assert done.value.code == 2
     assert "max_stepz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"lora_alpha": 0.0}, r"lora_alpha is 0.0: give a number above 0"),
+        ({"lora_targets": ()}, "lora_targets is empty"),
+        ({"lora_targets": ("all-linear", "q_proj")}, r"lora_targets is \['all-linear', 'q_proj'\].*alone"),
+        ({"lora_rank": 4, "freeze": ("model.layers",)}, r"freeze is \['model.layers'\] and lora_rank is 4"),
+    ],
+)
+def test_adapter_settings_that_cannot_work_are_refused(changes, words):
+    with pytest.raises(ConfigurationError, match=words):
+        RFTConfig(**changes)
+
+
+def test_adapters_are_scaled_by_two_unless_alpha_is_given():
+    assert RFTConfig(lora_rank=4).adapters(0).alpha == 8.0
+    assert RFTConfig().adapters(0) is None

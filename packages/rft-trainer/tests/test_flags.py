@@ -59,6 +59,7 @@ UPDATE = {
     "share_prompts": True,
     "seed": 9,
 }
+ADAPTERS = {"lora_rank": 2, "lora_alpha": 3.0, "lora_targets": ("q_proj",), "seed": 9}
 CREDIT = {
     "advantage_estimator": "rloo",
     "n_samples_per_prompt": 2,
@@ -86,6 +87,13 @@ def test_the_optimiser_is_built_from(name):
 @pytest.mark.parametrize("name", UPDATE)
 def test_the_update_is_built_from(name):
     assert update_config(replace(BASE, **{name: UPDATE[name]})) != update_config(BASE)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_are_built_from(name):
+    base = replace(BASE, lora_rank=4)
+    other = replace(base, **{name: ADAPTERS[name]})
+    assert other.adapters(other.seed) != base.adapters(base.seed)
 
 
 @pytest.mark.parametrize("name", CREDIT)
@@ -161,7 +169,7 @@ def test_every_setting_is_read_where_something_is_built():
     unread = [
         item.name
         for item in fields(RFTConfig)
-        if item.name not in {*OPTIMIZER, *UPDATE, *CREDIT, *TOGETHER}
+        if item.name not in {*OPTIMIZER, *UPDATE, *ADAPTERS, *CREDIT, *TOGETHER}
         and f"config.{item.name}" not in text
         and f"args.{item.name}" not in text
     ]

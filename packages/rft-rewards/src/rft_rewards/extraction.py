@@ -21,6 +21,7 @@ _LINE = 4000
 # larger tail decides.
 _WINDOWS = ((150, 60), (4000, 1200))
 _LAST_DIGIT = re.compile("[\\d\u00bc-\u00be\u2150-\u215e\u2189]")
+_STRETCH = re.compile("[^=<>:;()]+")  # no number goes over these, so the last stretch with a number decides
 _MARKS = 30  # what may belong to a number behind its last digit: braces, a percent sign, a scale word
 
 # A box is opened by \boxed or \fbox, also where the backslash was doubled, or where "\b" became a backspace.
@@ -124,10 +125,12 @@ def last_number(text: str) -> str | None:
 def _last_number_of(text: str, slack: int) -> str | None:
     text = spelled_plainly(text)
     last = None
-    for match in NUMBER.finditer(text):
-        if match.start() >= slack:
-            last = match
-    if last is None:
+    for stretch in reversed([*_STRETCH.finditer(text)]):
+        for last in NUMBER.finditer(text, *stretch.span()):  # noqa: B007 - the last one is meant
+            pass
+        if last is not None:
+            break
+    if last is None or last.start() < slack:
         return None
     quantity = quantity_of_match(last, "")
     if quantity is None:

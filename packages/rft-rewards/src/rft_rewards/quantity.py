@@ -125,7 +125,7 @@ def quantity_of_match(match: re.Match[str], tail: str) -> Quantity | None:
     if parts["currency"] and not unit:
         unit = CURRENCIES[parts["currency"][-1]]
     sign = "-" if "-" in (parts["sign"], parts["inner"]) else ""
-    if sum(character.isdigit() for character in match[0]) > MAX_DIGITS:
+    if len(match[0]) > MAX_DIGITS and sum(character.isdigit() for character in match[0]) > MAX_DIGITS:
         return None
     read = _unsigned(parts)
     if read is None:
@@ -143,7 +143,8 @@ def _unsigned(parts: dict[str, str | None]) -> tuple[Fraction, str, int | None] 
     if (decimal := parts["decimal"]) is not None:
         exponent = parts["e"] or parts["ten"]
         if exponent is None:
-            return Fraction(decimal), decimal, len(decimal.partition(".")[2]) if "." in decimal else None
+            plain = _plain_quantity(decimal)
+            return plain.value, decimal, plain.decimals
         if abs(int(exponent)) > MAX_DIGITS:
             return None
         return Fraction(decimal) * Fraction(10) ** int(exponent), f"{decimal}e{int(exponent)}", None

@@ -138,7 +138,8 @@ class RemoteRewardModel(_RemoteScorer):
 
     async def _score_batch(self, client: "httpx.AsyncClient", work: _Work, positions: Sequence[int]) -> None:
         left = list(positions)
-        for _ in range(self._caller.retry.max_tries):
+        retry = self._caller.retry
+        for tries in range(1, retry.max_tries + 1):
             payload = {
                 "version": VERSION,
                 "samples": [packed_sample(str(position), work.samples[position]) for position in left],
@@ -164,9 +165,11 @@ class RemoteRewardModel(_RemoteScorer):
                     steps = tuple((int(index), float(reward)) for index, reward in entry.get("steps", ()))
                     work.scores[position] = Score(float(entry["score"]), steps, dict(entry.get("diagnostics", {})))
             left = [position for position in left if work.scores[position] is None]
-            if not left:
+            wait = retry.wait_seconds(tries)
+            if not left or tries == retry.max_tries or time.monotonic() + wait >= work.deadline:
                 return
             work.counts["retries"] = work.counts.get("retries", 0) + 1
+            await asyncio.sleep(wait)
 
 
 class ChatJudge(_RemoteScorer):

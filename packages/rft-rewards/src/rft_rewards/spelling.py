@@ -123,7 +123,7 @@ def _symbols(text: str) -> str:
         return text
     text = _SYMBOL.sub(lambda match: _SYMBOLS[match[0]], text)
     text = _SUPERSCRIPTS.sub(lambda match: "^{" + match[0].translate(_RAISED) + "}", text)
-    return _ROOT.sub(lambda match: "\\sqrt{" + (match[1] or match[2] or match[3]) + "}", text)
+    return _ROOT.sub(lambda match: "\\sqrt{" + (match[1] or match[2] or match[3] or "") + "}", text)
 
 
 def _fractions(text: str) -> str:

@@ -28,6 +28,7 @@ from rft_sync.receivers import (
 )
 from rft_sync.receivers.copy_plan import CopyPlan
 from rft_sync.report import SyncReport
+from rft_sync.scan import Piece
 from rft_sync.sources import (
     AdapterSource,
     FSDPSource,
@@ -59,6 +60,7 @@ __all__ = [
     "NonFiniteWeight",
     "ParamMeta",
     "ParameterSource",
+    "Piece",
     "PrefixMap",
     "RecordingReceiver",
     "SGLangReceiver",

@@ -28,9 +28,9 @@ def as_sync_error(error: BaseException) -> WeightSyncError:
 def raise_together(error: BaseException | None, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank the error of the first rank that has one; return if none has. Collective over `group`.
 
-    Without a default process group it raises the given error at once.
+    Without a default process group, or alone in the group, it raises the given error at once.
     """
-    if not is_distributed():
+    if not is_distributed() or dist.get_world_size(group) == 1:
         if error is not None:
             raise as_sync_error(error) from error
         return
@@ -54,7 +54,7 @@ def agree_on_digest(digest: str | None, error: BaseException | None, group: dist
         WeightSyncError: A rank could not even plan; on every rank.
     """
     raise_together(error, group)
-    if not is_distributed() or digest is None:
+    if not is_distributed() or digest is None or dist.get_world_size(group) == 1:
         return
     digests = gather_values(digest, group)
     if len(set(digests)) > 1:

@@ -130,3 +130,21 @@ def same_memory(tensor: Tensor) -> tuple[object, ...]:
         if tensor.layout is torch.strided and not tensor.is_meta:
             return place
     return (id(tensor),)
+
+
+def tensor_trace(model: nn.Module) -> tuple[object, ...]:
+    """A value that changes when a module, parameter or buffer of `model` is added, replaced, moved or reshaped."""
+    return tuple(
+        (id(module), type(module), name, *_whereabouts(tensor))
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    )
+
+
+def _whereabouts(tensor: Tensor) -> tuple[object, ...]:
+    shard = getattr(tensor, "ds_tensor", None)
+    local = getattr(tensor, "_local_tensor", tensor) if shard is None else shard
+    address = 0 if local.is_meta else local.data_ptr()
+    return id(tensor), id(shard), address, tensor.dtype, tensor.shape, local.stride()

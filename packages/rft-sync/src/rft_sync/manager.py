@@ -9,10 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from rft_sync.gate import EngineGate
+from rft_sync.manifest import Planner
 from rft_sync.receivers.protocol import TypedReceiver, WeightReceiver
 from rft_sync.receivers.selection import receiver_for
 from rft_sync.receivers.sglang import SGLangReceiver
 from rft_sync.report import SyncReport
+from rft_sync.scan import Scanner
+from rft_sync.sharing import check_sharing, share_weights, shared_tensors
 from rft_sync.sources.protocol import ParameterSource
 from rft_sync.sources.selection import source_for
 from rft_sync.update import Update
@@ -39,6 +42,9 @@ class BroadcastConfig:
     """A sleeping engine is an error, or its weights are woken."""
     fused_groups: tuple[tuple[str, ...], ...] = ()
     """Names that the engine fuses beyond q+k+v, gate+up and experts."""
+    share_weights: bool = False
+    """After the first update the trainer's parameters become views of the engine's memory: later updates copy nothing.
+    Refused, with every reason, where dtype, layout, world or the engine do not allow it."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
@@ -63,6 +69,9 @@ class BroadcastManager:
 
     Attributes:
         version: Version of the last finished update; 0 before the first.
+
+    Raises:
+        UnsupportedCombination: `share_weights` is set and cannot be; the message lists every reason.
     """
 
     def __init__(
@@ -81,6 +90,10 @@ class BroadcastManager:
         self._group = group
         self._engine = engine
         self._finished = 0
+        self._planner = Planner()
+        self._scanner = Scanner()
+        if self.config.share_weights:
+            check_sharing(source, receiver)
 
     @classmethod
     def connect(
@@ -128,10 +141,14 @@ class BroadcastManager:
                 (unless nothing had been written yet), and the version is what it was.
         """
         gate = EngineGate(self._engine, self.receiver, wake=self.config.on_asleep == "wake")
-        update = Update(self.source, self.receiver, self.config, gate, self._group)
+        update = Update(
+            self.source, self.receiver, self.config, gate, self._group, planner=self._planner, scanner=self._scanner
+        )
         wanted = self.version + 1 if version is None else version
         report = update.run(wanted, at_least=self.version, finished=self._finished)
         self.version = wanted
         self._finished += 1
+        if self.config.share_weights and not shared_tensors(self.source, self.receiver):  # type: ignore[arg-type]
+            share_weights(self.source, self.receiver)  # type: ignore[arg-type]
         logger.info("%s", report)
         return report

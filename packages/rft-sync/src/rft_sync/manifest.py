@@ -63,3 +63,49 @@ def build_manifest(
         kind=kind,
         adapter_config=adapter_config,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A manifest with what follows from it."""
+
+    manifest: Manifest
+    names: tuple[str, ...]
+    digest: str
+    buckets: tuple[Bucket, ...]
+
+
+class Planner:
+    """Plans an update; the last plan serves again while the same list of tensors is sent in the same way."""
+
+    def __init__(self) -> None:
+        self._metadata: Sequence[ParamMeta] | None = None
+        self._options: tuple[object, ...] = ()
+        self._planned: Planned | None = None
+
+    def plan(
+        self,
+        metadata: Sequence[ParamMeta],
+        *,
+        bucket_bytes: int,
+        groups: tuple[tuple[str, ...], ...],
+        kind: str,
+        adapter_config: str | None,
+    ) -> Planned:
+        """The plan for `metadata`.
+
+        Raises:
+            IncompleteGroup: A group names a tensor that is not sent.
+            UnknownTensor: An alias of a tensor that is not sent.
+        """
+        options = (bucket_bytes, groups, kind, adapter_config)
+        # A tuple cannot have changed; a source of another kind may fill the same list anew.
+        known = metadata is self._metadata and isinstance(metadata, tuple) and options == self._options
+        if self._planned is None or not known:
+            manifest = build_manifest(
+                metadata, bucket_bytes=bucket_bytes, groups=groups, kind=kind, adapter_config=adapter_config
+            )
+            buckets = tuple(manifest.buckets())
+            self._planned = Planned(manifest=manifest, names=manifest.names, digest=manifest.digest, buckets=buckets)
+            self._metadata, self._options = metadata, options
+        return self._planned

@@ -68,8 +68,16 @@ def _zero_placement(name: str, parameter: Tensor) -> Placement:
             [name],
         )
     group: dist.ProcessGroup = parameter.ds_process_group  # type: ignore[attr-defined]
+    whole_shape = tuple(parameter.ds_shape)  # type: ignore[attr-defined]
+    if group.size() == 1 and _gather_device(group, shard.device) == shard.device:
+        numel = math.prod(whole_shape)
+        return Whole(
+            whole_shape,
+            shard.dtype,
+            lambda: parameter.ds_tensor.detach().view(-1)[:numel].view(whole_shape),  # type: ignore[attr-defined]
+        )
     return Partition(
-        shape=tuple(parameter.ds_shape),  # type: ignore[attr-defined]
+        shape=whole_shape,
         dtype=shard.dtype,
         numel_per_rank=int(shard.ds_numel),
         group=group,
@@ -97,6 +105,8 @@ def _dtensor_placement(name: str, tensor: Tensor) -> Placement:
     if len(sharded) > 1 or type(placement) is not Shard or placement.dim != 0:
         return Redistributed(shape, tensor.dtype, tensor)
     group = mesh.get_group(sharded[0])
+    if group.size() == 1 and _gather_device(group, tensor._local_tensor.device) == tensor._local_tensor.device:
+        return Whole(shape, tensor.dtype, lambda: tensor._local_tensor.detach())
     rows = -(-shape[0] // group.size())  # torch.chunk: all ranks but the last non-empty one hold this many
     return Partition(
         shape=shape,

@@ -17,6 +17,7 @@ from rft_sync.errors import ManifestMismatch, WeightSyncError
 from rft_sync.manifest import Manifest, build_manifest
 from rft_sync.parameters import ALIGNMENT_BYTES, Bucket, ParamMeta
 from rft_sync.receivers.protocol import WeightReceiver
+from rft_sync.scan import Piece, Scanner
 from rft_sync.sources.protocol import ParameterSource
 from rft_sync.update import check_finite
 from rft_sync.wire import broadcast_text, gather_values, wire_device
@@ -175,6 +176,7 @@ def _stream(
 ) -> Exception | None:
     """Gather every bucket; where `src` is given, send it. Collective over the source's ranks, and `group` for `src`."""
     ring = _Ring(buckets, wire_device(group)) if src is not None else None
+    scanner = Scanner()
     error: Exception | None = None
     for index, bucket in enumerate(buckets):
         buffer = ring.buffer(index) if ring is not None else None
@@ -183,7 +185,8 @@ def _stream(
                 if buffer is not None and error is None:
                     filled = bucket.filled(tensors)
                     if finite_only:
-                        check_finite(list(filled))
+                        pieces = [Piece(tensor, tensor.dtype) for _, tensor in filled]
+                        check_finite(filled.names, scanner.scan(pieces, finite=True, fingerprints=False))
                     filled.pack(buffer[_HEADER_BYTES:])
         except Exception as found:  # noqa: BLE001 -- the receivers are told in the header, all trainers at the end
             error = error or found

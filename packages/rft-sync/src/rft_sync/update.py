@@ -1,7 +1,7 @@
 """One update from plan to report: the order of the steps, and what happens when one fails."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 from rft_sync.agreement import agree_on_digest, raise_together
 from rft_sync.errors import ManifestMismatch, NonFiniteWeight
 from rft_sync.gate import EngineGate
-from rft_sync.manifest import Manifest, build_manifest
+from rft_sync.manifest import Manifest, Planned, Planner
 from rft_sync.parameters import Bucket
-from rft_sync.receivers.protocol import WeightReceiver
+from rft_sync.receivers.protocol import LiveReceiver, WeightReceiver
 from rft_sync.report import SyncReport
+from rft_sync.scan import Piece, Scanned, Scanner
 from rft_sync.sources.protocol import ParameterSource
 from rft_sync.verification import ReadBackCheck, Verification, rotating_sample
 
@@ -22,19 +23,17 @@ if TYPE_CHECKING:
     from rft_sync.manager import BroadcastConfig
 
 
-def check_finite(tensors: Sequence[tuple[str, Tensor]]) -> None:
+def check_finite(names: Sequence[str], scanned: Scanned) -> None:
     """Refuse NaN and Inf.
+
+    Args:
+        names: Of the scanned pieces, in their order.
+        scanned: A scan with `finite`.
 
     Raises:
         NonFiniteWeight: Lists the tensors.
     """
-    floats = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    if not floats:
-        return
-    # A sum carries NaN and Inf on; an overflow of the sum itself is told apart by the second look.
-    sums = torch.stack([t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for _, t in floats])
-    suspects = [floats[index] for index in torch.nonzero(~torch.isfinite(sums)).flatten().tolist()]
-    wrong = [name for name, tensor in suspects if not bool(torch.isfinite(tensor).all())]
+    wrong = [names[place] for place in scanned.nonfinite()]
     if wrong:
         raise NonFiniteWeight(
             f"NaN or Inf in {wrong}; the update is refused (check_finite=False sends them all the same)", wrong
@@ -51,12 +50,16 @@ class Update:
         config: "BroadcastConfig",
         gate: EngineGate,
         group: dist.ProcessGroup | None,
+        planner: Planner,
+        scanner: Scanner,
     ) -> None:
         self._source = source
         self._receiver = receiver
         self._config = config
         self._gate = gate
         self._group = group
+        self._planner = planner
+        self._scanner = scanner
         self._seconds = dict.fromkeys(("wake", "gather", "cast", "load", "finish", "verify", "total"), 0.0)
         self._prepared = False
         self._started = False
@@ -68,15 +71,20 @@ class Update:
         begin = time.perf_counter()
         _call(self._source, "reset_statistics")
         try:
-            manifest = self._agreed_manifest(version, at_least)
+            planned = self._agreed_plan(version, at_least)
+            manifest = planned.manifest
             self._together(lambda: self._start(manifest))
-            names = () if self._config.verify == "off" else manifest.names
+            names = () if self._config.verify == "off" else planned.names
             sampled = (
                 names if self._config.verify == "all" else rotating_sample(names, finished, self._config.verify_sample)
             )
-            check = ReadBackCheck(self._receiver, sampled)
-            self._sending = True
-            self._send(manifest, check)
+            check = ReadBackCheck(self._receiver, sampled, self._scanner)
+            live = self._live_tensors(manifest)
+            if live is not None:
+                self._together(lambda: self._send_live(manifest, live, check))
+            else:
+                self._sending = True
+                self._send(planned, check)
             self._timed("finish", lambda: self._together(lambda: self._receiver.finish(version)))
             verification: list[Verification] = []
             self._together(lambda: verification.append(check.compare()))
@@ -90,9 +98,9 @@ class Update:
         self._seconds["total"] = time.perf_counter() - begin
         return self._report(version, manifest, verification[0])
 
-    def _agreed_manifest(self, version: int, at_least: int) -> Manifest:
-        """The manifest that all ranks planned. Collective over the group."""
-        manifest: Manifest | None = None
+    def _agreed_plan(self, version: int, at_least: int) -> Planned:
+        """What all ranks plan to send. Collective over the group."""
+        planned: Planned | None = None
         error: Exception | None = None
         try:
             if version < at_least:
@@ -100,20 +108,19 @@ class Update:
                     f"version {version} is older than the engine's {at_least}; versions never fall, give {at_least} to "
                     "send the same weights again"
                 )
-            manifest = build_manifest(
+            planned = self._planner.plan(
                 self._source.metadata(),
                 bucket_bytes=self._config.bucket_bytes,
                 groups=self._config.fused_groups,
                 kind=getattr(self._source, "kind", "full"),
                 adapter_config=_call(self._source, "adapter_config"),
             )
-            manifest.buckets()
         except Exception as found:  # noqa: BLE001 -- raised on every rank by the agreement
             error = found
-        digest = None if manifest is None else f"{manifest.digest}@{version}"
+        digest = None if planned is None else f"{planned.digest}@{version}"
         agree_on_digest(digest, error, self._group)
-        assert manifest is not None
-        return manifest
+        assert planned is not None
+        return planned
 
     def _together(self, step: Callable[[], object]) -> None:
         """Do a local step, then raise its error on every rank. Collective over the group."""
@@ -135,13 +142,37 @@ class Update:
         self._receiver.start(manifest)
         self._started = True
 
-    def _send(self, manifest: Manifest, check: ReadBackCheck) -> None:
+    def _live_tensors(self, manifest: Manifest) -> Mapping[str, Tensor] | None:
+        """The trainer's own tensors, where the receiver can copy all of them without buckets. No communication."""
+        if not isinstance(self._receiver, LiveReceiver) or manifest.kind != "full":
+            return None
+        tensors: Mapping[str, Tensor] | None = _call(self._source, "live")
+        if tensors is None:
+            return None
+        sent = [meta for meta in manifest.metadata if meta.alias_of is None]
+        return tensors if self._receiver.takes_live(sent, tensors) else None
+
+    def _send_live(self, manifest: Manifest, tensors: Mapping[str, Tensor], check: ReadBackCheck) -> None:
+        """Check everything, then copy everything: a NaN is refused before anything is written."""
+        dtypes = {meta.name: meta.dtype for meta in manifest.metadata}
+        pieces = {name: Piece(tensor, dtypes[name]) for name, tensor in tensors.items()}
+        scanned = None
+        if self._config.check_finite:
+            scanned = self._scanner.scan(list(pieces.values()), finite=True, fingerprints=False)
+            check_finite(list(pieces), scanned)
+        check.note(pieces, scanned)
+        self._sending = True
+        self._timed("load", lambda: self._receiver.load_live(tensors))  # type: ignore[attr-defined]
+        check.note_parts(pieces)
+        self._delivered = len(manifest.metadata)
+
+    def _send(self, planned: Planned, check: ReadBackCheck) -> None:
         """Gather and load all buckets. Collective over the source's groups and the manager's group.
 
         A rank that fails goes on gathering, so that the others do not wait for it; all of them raise at the end.
         """
         error: Exception | None = None
-        for bucket in manifest.buckets():
+        for bucket in planned.buckets:
             begin = time.perf_counter()
             try:
                 with self._source.gather(bucket.names) as tensors:
@@ -153,18 +184,18 @@ class Update:
         raise_together(error, self._group)
 
     def _deliver(self, bucket: Bucket, check: ReadBackCheck) -> None:
-        unique = [(meta.name, bucket.tensors[meta.name]) for meta in bucket.metadata if meta.alias_of is None]
+        pieces = {meta.name: Piece(bucket.tensors[meta.name], meta.dtype) for meta in bucket.metadata}
+        scanned = None
         if self._config.check_finite:
-            check_finite(unique)
-        for name, tensor in bucket:
-            check.note(name, tensor)
+            scanned = self._scanner.scan(list(pieces.values()), finite=True, fingerprints=False)
+            check_finite(list(pieces), scanned)
+        check.note(pieces, scanned)
         begin = time.perf_counter()
         handle = self._receiver.load(bucket)
         if handle is not None:
             handle.wait()  # the bucket's memory is overwritten by the next gather
         self._seconds["load"] += time.perf_counter() - begin
-        for name, tensor in bucket:
-            check.note_parts(name, tensor)
+        check.note_parts(pieces)
         self._delivered += len(bucket)
 
     def _abort(self, reason: str) -> None:

@@ -2,18 +2,17 @@
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from rft_sync.agreement import raise_together
 from rft_sync.errors import ShapeMismatch, VerificationFailed
-from rft_sync.fingerprint import fingerprint_tensor, read_fingerprints
 from rft_sync.manifest import build_manifest
 from rft_sync.receivers.protocol import ReadableReceiver
+from rft_sync.scan import Piece, Scanned, Scanner
 from rft_sync.sources.protocol import ParameterSource
 
 
@@ -33,31 +32,62 @@ class ReadBackCheck:
     Args:
         receiver: The receiver that was or will be written; names that it cannot read back are left out.
         names: Names to compare.
+        scanner: Takes the fingerprints.
     """
 
-    def __init__(self, receiver: object, names: Sequence[str]) -> None:
+    def __init__(self, receiver: object, names: Sequence[str], scanner: Scanner) -> None:
         self._receiver = receiver
+        self._scanner = scanner
         self._wanted = set(names)
-        self._whole: dict[str, Tensor] = {}
-        self._parts: dict[str, list[Tensor]] = {}
+        self._whole: list[tuple[Mapping[int, str], Scanned]] = []
+        self._parts: list[tuple[Sequence[str], Scanned]] = []
+        self._same: list[str] = []
         self.seconds = 0.0
 
-    def note(self, name: str, tensor: Tensor) -> None:
-        """Take the fingerprint of the sent `tensor`, while it is valid."""
-        if name not in self._wanted:
-            return
+    def wants(self, names: Sequence[str]) -> list[str]:
+        """Those of `names` that are compared."""
+        return [name for name in names if name in self._wanted]
+
+    def note(self, pieces: Mapping[str, Piece], scanned: Scanned | None = None) -> None:
+        """Take the fingerprints of sent tensors, while they are valid.
+
+        Args:
+            pieces: Name -> what is sent.
+            scanned: A scan of `pieces` in this order, whose fingerprints are used where it has them.
+        """
         begin = time.perf_counter()
-        self._whole[name] = fingerprint_tensor(tensor)
+        known = scanned.known() if scanned is not None else set()
+        kept: dict[int, str] = {}
+        missing: list[str] = []
+        for place, name in enumerate(pieces):
+            if name not in self._wanted:
+                continue
+            if place in known:
+                kept[place] = name
+            else:
+                missing.append(name)
+        if kept and scanned is not None:
+            self._whole.append((kept, scanned))
+        if missing:
+            self._whole.append((dict(enumerate(missing)), self._scanner.scan([pieces[name] for name in missing])))
         self.seconds += time.perf_counter() - begin
 
-    def note_parts(self, name: str, tensor: Tensor) -> None:
-        """Take the fingerprints of the pieces of `tensor` that this rank's engine holds."""
-        if name not in self._wanted or not isinstance(self._receiver, ReadableReceiver):
+    def note_parts(self, pieces: Mapping[str, Piece]) -> None:
+        """Take the fingerprints of the pieces that this rank's engine holds, after they were loaded."""
+        if not isinstance(self._receiver, ReadableReceiver):
             return
         begin = time.perf_counter()
-        parts = self._receiver.expected_parts(name, tensor)
-        same = len(parts) == 1 and parts[0] is tensor and name in self._whole
-        self._parts[name] = [self._whole[name]] if same else [fingerprint_tensor(part) for part in parts]
+        owners: list[str] = []
+        parts: list[Piece] = []
+        for name in self.wants(list(pieces)):
+            found = self._receiver.expected_parts(name, pieces[name].tensor)
+            if len(found) == 1 and _same_bytes(found[0], pieces[name]):
+                self._same.append(name)
+            else:
+                owners += [name] * len(found)
+                parts += found
+        if parts:
+            self._parts.append((owners, self._scanner.scan(parts)))
         self.seconds += time.perf_counter() - begin
 
     def compare(self) -> Verification:
@@ -67,33 +97,47 @@ class ReadBackCheck:
             VerificationFailed: Lists the tensors that differ.
         """
         begin = time.perf_counter()
-        readable: tuple[str, ...] = ()
-        live: list[Tensor] = []
-        if isinstance(self._receiver, ReadableReceiver):
-            readable = tuple(name for name in self._receiver.readable() if name in self._parts)
-            live = [fingerprint_tensor(part) for name in readable for part in self._receiver.read_back(name)]
-        sent = [part for name in readable for part in self._parts[name]]
-        owners = [name for name in readable for _ in self._parts[name]]
-        if len(sent) != len(live):
-            raise ShapeMismatch(
-                f"{len(sent)} pieces were sent and {len(live)} read back; the receiver's layout changed"
-            )
-        values = read_fingerprints([*sent, *live])
-        wrong = sorted(
-            {name for name, a, b in zip(owners, values[: len(sent)], values[len(sent) :], strict=True) if a != b}
-        )
-        whole = read_fingerprints(self._whole.values())
-        listed = "\n".join(f"{name} {value}" for name, value in sorted(zip(self._whole, whole, strict=True)))
+        live = self._read_back()
+        whole = {names[p]: v for names, s in self._whole for p, v in s.fingerprints().items() if p in names}
+        sent: dict[str, list[int]] = {name: [whole[name]] for name in self._same}
+        for owners, scanned in self._parts:
+            values = scanned.fingerprints()
+            for place, name in enumerate(owners):
+                sent.setdefault(name, []).append(values[place])
+        changed = sorted(name for name, values in live.items() if len(values) != len(sent[name]))
+        if changed:
+            raise ShapeMismatch(f"other pieces of {changed} were sent than read back; the receiver's layout changed")
+        wrong = sorted(name for name, values in live.items() if values != sent[name])
+        listed = "\n".join(f"{name} {value}" for name, value in sorted(whole.items()))
         self.seconds += time.perf_counter() - begin
         if wrong:
             raise VerificationFailed(
-                f"{len(wrong)} of {len(readable)} tensors in the engine differ from what was sent: {wrong}; the engine "
+                f"{len(wrong)} of {len(live)} tensors in the engine differ from what was sent: {wrong}; the engine "
                 "must not generate until a full update succeeds",
                 wrong,
             )
-        return Verification(
-            names=readable, fingerprint=hashlib.sha256(listed.encode()).hexdigest(), seconds=self.seconds
-        )
+        digest = hashlib.sha256(listed.encode()).hexdigest()
+        return Verification(names=tuple(live), fingerprint=digest, seconds=self.seconds)
+
+    def _read_back(self) -> dict[str, list[int]]:
+        """Name -> fingerprints of the live pieces, of the noted names that can be read."""
+        if not isinstance(self._receiver, ReadableReceiver):
+            return {}
+        noted = {*self._same, *(name for owners, _ in self._parts for name in owners)}
+        readable = [name for name in self._receiver.readable() if name in noted]
+        parts = [(name, Piece(part, part.dtype)) for name in readable for part in self._receiver.read_back(name)]
+        values = self._scanner.scan([piece for _, piece in parts]).fingerprints()
+        live: dict[str, list[int]] = {name: [] for name in readable}
+        for place, (name, _) in enumerate(parts):
+            live[name].append(values[place])
+        return live
+
+
+def _same_bytes(part: Piece, whole: Piece) -> bool:
+    """Whether `part` is all of `whole`, so that its fingerprint is known."""
+    a, b = part.tensor, whole.tensor
+    same = a.data_ptr() == b.data_ptr() and a.numel() == b.numel() and a.dtype == b.dtype and a.device == b.device
+    return same and a.is_contiguous() and b.is_contiguous() and part.dtype == whole.dtype
 
 
 def rotating_sample(names: Sequence[str], update: int, size: int) -> tuple[str, ...]:
@@ -128,17 +172,17 @@ def verify(
     """
     metadata = source.metadata()
     wanted = [meta.name for meta in metadata] if names is None else list(names)
-    check = ReadBackCheck(receiver, wanted)
+    check = ReadBackCheck(receiver, wanted, Scanner())
     error: Exception | None = None
     for bucket in build_manifest(metadata, bucket_bytes=bucket_bytes).buckets():
-        chosen = [name for name in bucket.names if name in check._wanted]
+        chosen = check.wants(bucket.names)
         if not chosen:
             continue
         with source.gather(chosen) as tensors:
             try:
-                for name, tensor in tensors.items():
-                    check.note(name, tensor)
-                    check.note_parts(name, tensor)
+                pieces = {name: Piece(tensor, tensor.dtype) for name, tensor in tensors.items()}
+                check.note(pieces)
+                check.note_parts(pieces)
             except Exception as found:  # noqa: BLE001 -- raised on every rank below
                 error = error or found
     raise_together(error, group)

@@ -5,21 +5,23 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial as partial_call
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from rft_dist import run_on_first_rank
-from rft_sync import ParameterSource, ParamMeta, plan_buckets, source_for
+from rft_sync import AdapterSource, ParameterSource, ParamMeta, plan_buckets, source_for
 from rft_trainer.errors import CheckpointError
-from rft_trainer.strategy.protocols import TrainState
+
+if TYPE_CHECKING:
+    from rft_trainer.strategy.protocols import TrainState
 
 INDEX = "model.safetensors.index.json"
 
 
 def export_model(
-    state: TrainState,
+    state: "TrainState",
     folder: Path,
     tokenizer: Any,
     *,
@@ -45,6 +47,31 @@ def export_model(
         files.update(dict.fromkeys(names, name))
     network = state.checkpoint_module
     _on_main(lambda: _finish(partial, folder, network, tokenizer, files, metadata), folder, group)
+
+
+def export_adapter(state: "TrainState", folder: Path, *, group: dist.ProcessGroup | None) -> None:
+    """Write the adapter of a LoRA actor as PEFT reads it. The folder appears by one rename. Collective over the world.
+
+    Raises:
+        UnsupportedCombination: the model has no adapter that can be exported.
+        CheckpointError: on every rank, when rank 0 cannot write.
+    """
+    state.release_gathered()
+    source = AdapterSource(state.checkpoint_module)
+    names = [meta.name for meta in source.metadata()]
+    with source.gather(names) as gathered:
+        tensors = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in gathered.items()}
+    partial = folder.with_name(f".{folder.name}.partial")
+
+    def write() -> None:
+        _prepare(partial)
+        _save(partial / "adapter_model.safetensors", tensors)
+        (partial / "adapter_config.json").write_text(source.adapter_config())
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+
+    _on_main(write, folder, group)
 
 
 def _files(

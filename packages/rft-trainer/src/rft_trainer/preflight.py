@@ -17,6 +17,7 @@ from rft_trainer.models.loading import check_model_folder
 RUN_MARKER = "config.json"
 _EXTRAS = {
     "deepspeed": ("DeepSpeed training", "rft-trainer[deepspeed]", "or train with --fsdp"),
+    "peft": ("LoRA", "rft-trainer[lora]", "or leave out --lora_rank"),
     "vllm": ("the vLLM engine", "rft-engines[vllm]", "or use --engine_type hf"),
     "sglang": ("the SGLang engine", "rft-engines[sglang]", "or use --engine_type hf"),
     "tensorboard": ("TensorBoard logging", "rft-trainer[tensorboard]", "or pass --no_tensorboard"),
@@ -133,12 +134,14 @@ def _check_sampling(config: RFTConfig) -> None:
 def _check_extras(config: RFTConfig) -> None:
     needed = [] if config.fsdp else ["deepspeed"]
     needed += [config.engine_type] if config.engine_type != "hf" else []
+    needed += ["peft"] if config.lora_rank else []
     needed += ["tensorboard"] if config.tensorboard else []
     for module in needed:
         if importlib.util.find_spec(module) is None:
             feature, requirement, otherwise = _EXTRAS[module]
+            extra = requirement.partition("[")[2].rstrip("]")
             raise ConfigurationError(
-                f"{feature} needs the extra {module!r}: add `--extra {module}` to `uv run`, or "
+                f"{feature} needs the extra {extra!r}: add `--extra {extra}` to `uv run`, or "
                 f"`pip install '{requirement}'`, {otherwise}"
             )
 

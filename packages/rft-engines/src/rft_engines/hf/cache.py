@@ -85,18 +85,20 @@ class WaveCache(Cache):
         self._own: list[WaveLayer] = [WaveLayer(self) for _ in range(layers)]
         super().__init__(layers=list(self._own))
 
-    def fill(self, rows: slice, prefilled: Cache, row: int, length: int) -> None:
-        """Copy the last `length` columns of one row of a prefill's cache into the wave's `rows`."""
+    def fill(self, rows: slice, prefilled: Cache, row: int, length: int, shared: int) -> None:
+        """Copy one row of a prefill's cache into the wave's `rows`: its first `shared` and its last other columns.
+
+        `length` counts both; what lies between them is padding.
+        """
         for layer, source in zip(self._own, prefilled.layers, strict=True):
             assert isinstance(source, CacheLayerMixin)
             assert isinstance(source.keys, Tensor)
             assert isinstance(source.values, Tensor)
-            layer.fill(
-                rows,
-                self.end,
-                source.keys[row : row + 1, :, source.keys.shape[2] - length :],
-                source.values[row : row + 1, :, source.values.shape[2] - length :],
-            )
+            own = slice(source.keys.shape[2] - (length - shared), None)
+            keys, values = source.keys[row : row + 1], source.values[row : row + 1]
+            layer.fill(rows, self.end, keys[:, :, own], values[:, :, own])
+            if shared:
+                layer.fill(rows, self.end - (length - shared), keys[:, :, :shared], values[:, :, :shared])
 
     def compact(self, sources: Sequence[int], targets: Sequence[int], active: int) -> None:
         """Move rows `sources` into `targets`; `active` rows remain."""

@@ -2,19 +2,49 @@
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from rft_engines.hf.cache import WaveCache
 from rft_engines.hf.rows import Row, StepBudget
 from rft_engines.hf.sampler import choose_tokens
 from rft_engines.hf.stops import StopRules
 from rft_engines.hf.vision import picture_inputs
-from rft_engines.hf.waves import Wave, plan_prefill
+from rft_engines.hf.waves import Wave, common_prefix, plan_prefill
 from rft_engines.sampling import SamplingParams
+
+# A shorter common prefix is not worth a forward of its own.
+_SHORTEST_PREFIX = 16
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """What all prompts of a wave begin with, prefilled once.
+
+    Attributes:
+        length: tokens, 0 when each prompt is prefilled whole.
+        cache: keys and values [1, kv_heads, length, head_dim] of each layer.
+    """
+
+    length: int
+    cache: DynamicCache
+
+    def expanded(self, rows: int) -> DynamicCache:
+        """A cache of their own for `rows` prompts."""
+        cache = DynamicCache()
+        if self.length:
+            for number, layer in enumerate(self.cache.layers):
+                assert isinstance(layer, CacheLayerMixin)
+                assert isinstance(layer.keys, Tensor)
+                assert isinstance(layer.values, Tensor)
+                cache.update(layer.keys.expand(rows, -1, -1, -1), layer.values.expand(rows, -1, -1, -1), number)
+        return cache
 
 
 class Decoder:
@@ -25,6 +55,11 @@ class Decoder:
         self.device = next(model.parameters()).device
         self._prefill_tokens = prefill_tokens
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        config: Any = model.config
+        kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+        window = getattr(config.get_text_config(), "sliding_window", None)
+        # Padding between prefix and prompt would count in a window of columns.
+        self._shares_prefixes = "position_ids" in self._accepted and kinds <= {"full_attention"} and not window
 
     def _forward(
         self, input_ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any, **vision: Tensor
@@ -43,19 +78,33 @@ class Decoder:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _prefill(self, heads: Sequence[Row]) -> tuple[Tensor, DynamicCache, list[int]]:
-        """Logits [heads, V] after each prompt, the cache, and position offsets; prompts are padded on the left."""
-        prompts = [row.prompt for row in heads]
-        width = max(len(prompt) for prompt in prompts)
-        # The padding id is arbitrary: it is masked, and the position of the first real token is 0.
-        padded = [(0,) * (width - len(prompt)) + prompt for prompt in prompts]
-        input_ids = torch.tensor(padded, device=self.device)
-        starts = torch.tensor([width - len(prompt) for prompt in prompts], device=self.device)
-        columns = torch.arange(width, device=self.device)
-        positions = (columns[None] - starts[:, None]).clamp_(min=0)
-        real = columns[None] >= starts[:, None]
-        mask = None if all(len(prompt) == width for prompt in prompts) else real
+    def _shared_prefix(self, heads: Sequence[Row]) -> _Prefix:
+        """The prefix that all prompts share, prefilled, where that saves work."""
         cache = DynamicCache()
+        if len(heads) > 1 and self._shares_prefixes and all(row.pictures is None for row in heads):
+            length = common_prefix([row.prompt for row in heads])
+            if length >= _SHORTEST_PREFIX:
+                input_ids = torch.tensor([heads[0].prompt[:length]], device=self.device)
+                self._forward(input_ids, None, torch.arange(length, device=self.device)[None], cache)
+                return _Prefix(length, cache)
+        return _Prefix(0, cache)
+
+    def _prefill(self, heads: Sequence[Row], prefix: _Prefix) -> tuple[Tensor, DynamicCache, list[int]]:
+        """Logits [heads, V] after each prompt, the cache, and position offsets.
+
+        What follows the prefix is padded on the left: a row of the cache holds prefix, padding, rest.
+        """
+        rests = [row.prompt[prefix.length :] for row in heads]
+        width = max(len(rest) for rest in rests)
+        # The padding id is arbitrary: it is masked, and the position of the first real token is that of no padding.
+        padded = [(0,) * (width - len(rest)) + rest for rest in rests]
+        input_ids = torch.tensor(padded, device=self.device)
+        starts = torch.tensor([width - len(rest) for rest in rests], device=self.device)
+        columns = torch.arange(width, device=self.device)
+        positions = prefix.length + (columns[None] - starts[:, None]).clamp_(min=0)
+        real = F.pad(columns[None] >= starts[:, None], (prefix.length, 0), value=True)
+        mask = None if all(len(rest) == width for rest in rests) else real
+        cache = prefix.expanded(len(heads))
         if all(row.pictures is None for row in heads):
             return self._forward(input_ids, mask, positions, cache), cache, [0] * len(heads)
         vision, positions, offsets = picture_inputs(self.model, input_ids, real, [row.pictures for row in heads])
@@ -64,14 +113,18 @@ class Decoder:
     def start(self, rows: Sequence[Row], *, samples: int, wave: Wave) -> tuple[Tensor, WaveCache]:
         """Prefill the prompts of rows, `samples` for each prompt, longest first, and fill a wave's cache.
 
+        A prefix common to all of them is prefilled once.
+
         Returns the logits [rows, V] of the first new token and the cache.
         """
         heads = rows[::samples]
         prompts = [row.prompt for row in heads]
         cache: WaveCache | None = None
         logits: list[Tensor] = []
-        for chunk in plan_prefill([len(prompt) for prompt in prompts], max_tokens=self._prefill_tokens):
-            chunk_logits, prefilled, offsets = self._prefill([heads[place] for place in chunk])
+        prefix = self._shared_prefix(heads)
+        rests = [len(prompt) - prefix.length for prompt in prompts]
+        for chunk in plan_prefill(rests, max_tokens=self._prefill_tokens):
+            chunk_logits, prefilled, offsets = self._prefill([heads[place] for place in chunk], prefix)
             logits.append(chunk_logits)
             if cache is None:
                 cache = WaveCache(
@@ -82,7 +135,7 @@ class Decoder:
                 )
             for number, place in enumerate(chunk):
                 own = slice(place * samples, (place + 1) * samples)
-                cache.fill(own, prefilled, number, len(prompts[place]))
+                cache.fill(own, prefilled, number, len(prompts[place]), prefix.length)
                 for row in rows[own]:
                     row.position_offset = offsets[number]
         assert cache is not None

@@ -54,3 +54,11 @@ def plan_prefill(prompt_lengths: Sequence[int], *, max_tokens: int) -> list[rang
             chunks.append(range(begin, place))
             begin = place
     return chunks
+
+
+def common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Tokens that all prompts begin with, leaving each at least one of its own."""
+    limit = min(len(prompt) for prompt in prompts) - 1
+    # What the first and the last in order share, all between them share.
+    first, last = min(prompts), max(prompts)
+    return next((place for place in range(limit) if first[place] != last[place]), limit)

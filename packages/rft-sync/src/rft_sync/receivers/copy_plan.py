@@ -38,6 +38,8 @@ class Copy:
 
     source: Region | None
     target: Region
+    dtype: torch.dtype
+    """Of the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +55,55 @@ class CopyPlan:
         """Whether `model` still has the parameters that were recorded."""
         return self.layout == layout_of(model)
 
-    @torch.no_grad()
-    def replay(self, bucket: Bucket, model: nn.Module) -> None:
-        """Copy the tensors of a filled bucket to where the loader put them."""
-        parameters = dict(model.named_parameters())
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for name, tensor in bucket:
-            whole = tensor.contiguous()
-            for copy in self.copies.get(name, ()):
-                assert copy.source is not None  # padding is kept apart
-                targets.append(copy.target.of(parameters[copy.target.name]))
-                sources.append(copy.source.of(whole))
-        if targets:
-            torch._foreach_copy_(targets, sources)
+    def resolve(self, model: nn.Module) -> "ResolvedPlan":
+        """The plan with the views of `model`'s parameters that it writes to."""
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        targets = {
+            name: tuple((copy.source, copy.target.of(parameters[copy.target.name])) for copy in copies)
+            for name, copies in self.copies.items()
+        }
+        padding = tuple(copy.target.of(parameters[copy.target.name]) for copy in self.padding)
+        return ResolvedPlan(self, targets, padding, _addresses(model))
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedPlan:
+    """A `CopyPlan` on one model: sent name -> (piece of the sent tensor, view of the engine's parameter)."""
+
+    plan: CopyPlan
+    targets: Mapping[str, tuple[tuple[Region | None, Tensor], ...]]
+    padding: tuple[Tensor, ...]
+    addresses: tuple[int, ...]
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether `model` still has its parameters where they were."""
+        return self.addresses == _addresses(model) and self.plan.fits(model)
+
+    def pairs(self, name: str, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(piece of `tensor`, view of the engine) for every copy of the sent tensor `name`, which is dense."""
+        return [(region.of(tensor), target) for region, target in self.targets.get(name, ()) if region is not None]
 
     @torch.no_grad()
-    def zero_padding(self, model: nn.Module) -> None:
+    def replay(self, bucket: Bucket) -> None:
+        """Copy the tensors of a filled bucket to where the loader put them, in one multi-tensor copy."""
+        pairs = [pair for name, tensor in bucket for pair in self.pairs(name, tensor.contiguous())]
+        if pairs:
+            torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
+
+    @torch.no_grad()
+    def zero_padding(self) -> None:
         """Set the padding to zero: memory that slept does not come back with its content."""
-        parameters = dict(model.named_parameters())
-        for copy in self.padding:
-            copy.target.of(parameters[copy.target.name]).zero_()
+        for target in self.padding:
+            target.zero_()
 
 
 def layout_of(model: nn.Module) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
     """Names, shapes and dtypes of the parameters of `model`."""
     return tuple((name, tuple(p.shape), p.dtype) for name, p in model.named_parameters())
+
+
+def _addresses(model: nn.Module) -> tuple[int, ...]:
+    return tuple(parameter.data_ptr() for parameter in model.parameters())
 
 
 @dataclass(slots=True)
@@ -130,15 +155,11 @@ class CopyRecorder:
                 return f"parameter {name} was written {int(counts.min())} to {int(counts.max())} times per element"
         return ""
 
-    def note(self, source: Region | None, target: Region) -> None:
+    def note(self, copy: Copy) -> None:
         """Add a copy; the same bytes written again under an alias count once."""
-        if source is None:
-            if Copy(None, target) not in self.padding:
-                self.padding.append(Copy(None, target))
-            return
-        found = self.copies.setdefault(source.name, [])
-        if Copy(source, target) not in found:
-            found.append(Copy(source, target))
+        found = self.padding if copy.source is None else self.copies.setdefault(copy.source.name, [])
+        if copy not in found:
+            found.append(copy)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -176,7 +197,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._target(args[0]) is not None:
                 if args[0].numel() == 1:
                     self._refuse("a single element was filled; its value may come from a sent tensor")
-                self._recorder.note(None, self._region(*self._require_target(args[0]), args[0]))
+                self._recorder.note(Copy(None, self._region(*self._require_target(args[0]), args[0]), args[0].dtype))
         elif name.startswith("_local_scalar_dense"):
             if self._source(args[0]) is not None:
                 self._refuse("a sent tensor was read to the host")
@@ -193,7 +214,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if origin is None or source.shape != target.shape:
             self._refuse(f"{found[0]} was written from a tensor that was not sent")
             return
-        self._recorder.note(self._region(*origin, source), self._region(*found, target))
+        self._recorder.note(Copy(self._region(*origin, source), self._region(*found, target), target.dtype))
 
     def _refuse(self, reason: str) -> None:
         self._recorder.refusal = self._recorder.refusal or reason

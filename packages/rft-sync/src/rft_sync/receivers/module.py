@@ -7,10 +7,13 @@ from torch import Tensor, nn
 
 from rft_sync.errors import EngineNotReady, IncompleteGroup, ManifestMismatch, ShapeMismatch, UnknownTensor
 from rft_sync.fusion import fused_groups
+from rft_sync.live import tensor_trace
 from rft_sync.manifest import Manifest
 from rft_sync.parameters import Bucket, ParamMeta
 from rft_sync.receivers.destination import Destination, destinations, tied_names
 from rft_sync.receivers.protocol import UpdateSession
+from rft_sync.receivers.replay import LiveCopies
+from rft_sync.scan import Piece
 
 
 class ModuleReceiver:
@@ -35,7 +38,10 @@ class ModuleReceiver:
         self._rename = rename or str
         self._pad_vocabulary = pad_vocabulary
         self._places = destinations(module)
+        self._trace: object = tensor_trace(module)
         self._sent: dict[str, tuple[int, ...]] = {}
+        self._copies = LiveCopies()
+        self._written: tuple[int, ...] = ()
         self.session = UpdateSession(f"ModuleReceiver({type(module).__name__})")
 
     def expected(self) -> tuple[ParamMeta, ...]:
@@ -62,6 +68,7 @@ class ModuleReceiver:
         """Let the module go; later updates are refused."""
         self._module = None
         self._places = {}
+        self._copies.forget()
 
     def start(self, manifest: Manifest) -> None:
         """Compare `manifest` with the module.
@@ -78,7 +85,9 @@ class ModuleReceiver:
         self.session.require_full(manifest)
         if manifest.kind != "full":
             raise UnknownTensor("ModuleReceiver takes full weights; merge the adapter (MergedLoRASource)")
-        self._places = destinations(self._module)  # nothing of an earlier layout is remembered
+        trace = tensor_trace(self._module)
+        if trace != self._trace:  # nothing of an earlier layout is remembered
+            self._places, self._trace = destinations(self._module), trace
         self._check_names(manifest)
         for meta in manifest.metadata:
             self._check_fit(meta, self._places[self._rename(meta.name)])
@@ -136,6 +145,48 @@ class ModuleReceiver:
                 target = target[: tensor.shape[0]]
             target.copy_(tensor)
 
+    def takes_live(self, metadata: Sequence[ParamMeta], tensors: Mapping[str, Tensor]) -> bool:
+        """Whether every tensor is on the module's device and rounded once on its way."""
+        for meta in metadata:
+            target = self._places[self._rename(meta.name)].live.tensor
+            tensor = tensors[meta.name]
+            if tensor.device != target.device or meta.dtype not in (target.dtype, tensor.dtype):
+                return False
+        return True
+
+    def load_live(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the trainer's tensors into the module, from a CUDA graph on a card."""
+        manifest = self.session.manifest
+        assert manifest is not None  # the update has been started
+        targets = {meta.name: self._places[self._rename(meta.name)].view() for meta in manifest.metadata}
+        addresses = tuple(target.data_ptr() for target in targets.values())
+        if addresses != self._written:
+            self._copies.forget()
+            self._written = addresses
+        whole = {meta.name: tensors[meta.alias_of or meta.name] for meta in manifest.metadata}
+        rows = {
+            name: (target, whole[name].shape[0])
+            for name, target in targets.items()
+            if target.shape != whole[name].shape
+        }
+        self._copies.run(
+            tensors,
+            lambda: [
+                (whole[name], target[: rows[name][1]] if name in rows else target) for name, target in targets.items()
+            ],
+            [target[count:] for target, count in rows.values()],
+        )
+        self.session.count(manifest.names)
+
+    def sharing_refusal(self) -> str:
+        """A module can always be trained in."""
+        return ""
+
+    def home(self, name: str, tensor: Tensor) -> Tensor | None:
+        """The module's memory for `tensor`."""
+        target = self._places[self._rename(name)].view()
+        return target if target.shape == tensor.shape else None
+
     def finish(self, version: int) -> None:
         """Check that everything came."""
         self.session.check_complete()
@@ -153,9 +204,9 @@ class ModuleReceiver:
         """The names of the last update."""
         return tuple(self._sent)
 
-    def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
+    def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Piece]:
         """The tensor in the module's dtype."""
-        return (tensor.to(self._places[self._rename(name)].live.tensor.dtype),)
+        return (Piece(tensor, self._places[self._rename(name)].live.tensor.dtype),)
 
     def read_back(self, name: str) -> Sequence[Tensor]:
         """The rows of the live tensor that were sent."""

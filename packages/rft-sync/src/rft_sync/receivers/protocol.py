@@ -8,7 +8,8 @@ from torch import Tensor
 
 from rft_sync.errors import EngineNotReady, UnknownTensor
 from rft_sync.manifest import Manifest
-from rft_sync.parameters import Bucket
+from rft_sync.parameters import Bucket, ParamMeta
+from rft_sync.scan import Piece
 
 
 class LoadHandle(Protocol):
@@ -62,12 +63,41 @@ class ReadableReceiver(Protocol):
         """Names whose content can be read back on this rank."""
         ...
 
-    def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """The pieces of the sent `tensor` that this rank's engine holds, in the engine's dtype."""
+    def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Piece]:
+        """The pieces of the sent `tensor` that this rank's engine holds, each with the engine's dtype."""
         ...
 
     def read_back(self, name: str) -> Sequence[Tensor]:
         """The live pieces, in the order of `expected_parts`."""
+        ...
+
+
+@runtime_checkable
+class LiveReceiver(Protocol):
+    """A receiver that can copy straight from the trainer's live tensors, without buckets."""
+
+    def takes_live(self, metadata: Sequence[ParamMeta], tensors: Mapping[str, Tensor]) -> bool:
+        """Whether `load_live` would do for `tensors` what `load` does for their casts. Inside an update."""
+        ...
+
+    def load_live(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy and cast all tensors of the update into the engine: name -> live tensor, aliases left out."""
+        ...
+
+
+@runtime_checkable
+class SharingReceiver(Protocol):
+    """A receiver whose engine's memory a trainer may train in (`share_weights`)."""
+
+    def sharing_refusal(self) -> str:
+        """Why not; empty where it may."""
+        ...
+
+    def home(self, name: str, tensor: Tensor) -> Tensor | None:
+        """The engine's memory for all of the sent tensor `name`, as a view of its shape; None where it has no such.
+
+        Known after the first update.
+        """
         ...
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from rft_sync.manifest import Manifest
 from rft_sync.parameters import Bucket
 from rft_sync.receivers.protocol import UpdateSession
+from rft_sync.scan import Piece
 
 
 class RecordingReceiver:
@@ -60,9 +61,9 @@ class RecordingReceiver:
         """Everything."""
         return tuple(self.tensors)
 
-    def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
+    def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Piece]:
         """The tensor itself."""
-        return (tensor,)
+        return (Piece(tensor, tensor.dtype),)
 
     def read_back(self, name: str) -> Sequence[Tensor]:
         """The kept copy."""

@@ -12,6 +12,7 @@ from rft_sync.errors import EngineNotReady, EngineRefused, UnsupportedCombinatio
 from rft_sync.manifest import Manifest
 from rft_sync.parameters import Bucket
 from rft_sync.receivers.protocol import UpdateSession
+from rft_sync.scan import Piece
 
 _ADAPTER_NAME = "policy"
 _HELD_BUCKETS = 2
@@ -178,10 +179,10 @@ class SGLangReceiver:
     def _rows(self, name: str) -> Any:
         return self._engine.get_weights_by_name(name, truncate_size=self._read_rows)  # type: ignore[union-attr]
 
-    def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
+    def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Piece]:
         """The first rows of `tensor`."""
         self._noted[name] = (tensor.dtype, tensor.device)
-        return (tensor[: self._read_rows] if tensor.dim() else tensor,)
+        return (Piece(tensor[: self._read_rows] if tensor.dim() else tensor, tensor.dtype),)
 
     def read_back(self, name: str) -> Sequence[Tensor]:
         """The first rows that the engine holds, in the dtype that was sent."""

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from rft_sync.errors import (
     UnsupportedCombination,
     WeightSyncError,
 )
-from rft_sync.live import is_kind
 from rft_sync.manifest import Manifest
-from rft_sync.parameters import Bucket
-from rft_sync.receivers.copy_plan import CopyPlan, CopyRecorder
+from rft_sync.parameters import Bucket, ParamMeta
+from rft_sync.receivers.copy_plan import CopyRecorder, ResolvedPlan
 from rft_sync.receivers.protocol import UpdateSession
 from rft_sync.receivers.random_state import preserved_random_state
+from rft_sync.receivers.replay import LiveCopies, same_place
+from rft_sync.receivers.vllm_model import fills_live_layout, reset_lora_state, struct_fields, without_lora_wrappers
+from rft_sync.scan import Piece
 
 _VOCABULARY_NAMES = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
 _ADAPTER_ID = 1
@@ -59,7 +61,8 @@ class VLLMReceiver:
         self.session = UpdateSession("VLLMReceiver")
         self.lora_request: Any = None
         self.plan_refusal = ""
-        self._plan: CopyPlan | None = None
+        self._plan: ResolvedPlan | None = None
+        self._copies = LiveCopies()
         self._recorder: CopyRecorder | None = None
         self._writing = False
         self._written: set[str] | None = set()
@@ -160,7 +163,7 @@ class VLLMReceiver:
             if not self._writing:
                 self._begin(model)
             if self._plan is not None:
-                self._plan.replay(bucket, model)
+                self._plan.replay(bucket)
                 return
             with self._recorder.watch(bucket) if self._recorder is not None else nullcontext(bucket) as pairs:
                 self._run_loader(model, pairs)
@@ -168,13 +171,64 @@ class VLLMReceiver:
     def _begin(self, model: nn.Module) -> None:
         self._writing = True
         live = self._live_layout
-        self._layerwise = not (_fills_live_layout(model, self._config) if live is None else live)
+        self._layerwise = not (fills_live_layout(model, self._config) if live is None else live)
         if self._layerwise:
             self.plan_refusal = "the live layout is not the loader's; a layerwise reload is used"
             self._plan = self._recorder = None
             _reload_module().initialize_layerwise_reload(model)
-        elif self._plan is None or not self._plan.fits(model):
-            self._plan, self._recorder = None, CopyRecorder(model) if not self.plan_refusal else None
+        elif self._fitting_plan(model) is None:
+            self._recorder = CopyRecorder(model) if not self.plan_refusal else None
+
+    def _fitting_plan(self, model: nn.Module) -> ResolvedPlan | None:
+        """The recorded plan for `model` as it is now; one for another layout is forgotten."""
+        if self._plan is not None and not self._plan.fits(model):
+            plan, self._plan = self._plan.plan, None
+            self._copies.forget()
+            if plan.fits(model):  # same parameters at other addresses
+                self._plan = plan.resolve(model)
+        return self._plan
+
+    def takes_live(self, metadata: Sequence[ParamMeta], tensors: Mapping[str, Tensor]) -> bool:
+        """Whether there is a plan, and every tensor is dense, on the engine's device, and rounded once on its way."""
+        plan = self._fitting_plan(self._model())
+        if plan is None or self._recorder is not None:
+            return False
+        for meta in metadata:
+            for _, target in plan.targets.get(meta.name, ()):
+                tensor = tensors[meta.name]
+                if not tensor.is_contiguous() or tensor.device != target.device:
+                    return False
+                if target.dtype != meta.dtype and tensor.dtype != meta.dtype:
+                    return False
+        return True
+
+    def load_live(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replay all copies from the trainer's tensors, from a CUDA graph where that can be captured."""
+        plan = self._plan
+        assert plan is not None  # takes_live has said so
+        assert self.session.manifest is not None
+        self._writing, self._layerwise = True, False
+        self._copies.run(
+            tensors,
+            lambda: [pair for name, tensor in tensors.items() for pair in plan.pairs(name, tensor)],
+            plan.padding,
+        )
+        self.session.count(self.session.manifest.names)
+
+    def sharing_refusal(self) -> str:
+        """Why no trainer can train in this engine's memory; empty where one can."""
+        if getattr(self._config.model_config, "enable_sleep_mode", False):
+            return "enable_sleep_mode=True lets vLLM drop or move its weights"
+        if int(getattr(getattr(self._config, "parallel_config", None), "tensor_parallel_size", 1)) > 1:
+            return "with tensor parallelism each rank's engine holds slices of the weights"
+        if getattr(self._config, "lora_config", None) is not None:
+            return "enable_lora=True adds adapters to base weights that training changes"
+        return self.plan_refusal
+
+    def home(self, name: str, tensor: Tensor) -> Tensor | None:
+        """The engine's memory for all of the sent tensor `name`, as a view of its shape; None where it has no such."""
+        found = self._plan.pairs(name, tensor) if self._plan is not None and tensor.is_contiguous() else []
+        return next((target for source, target in found if same_place(source, tensor)), None)
 
     def _run_loader(self, model: nn.Module, pairs: Iterable[tuple[str, Tensor]]) -> None:
         names: list[str] = []
@@ -186,7 +240,7 @@ class VLLMReceiver:
                 # it gets copies of its own, since the bucket's memory is overwritten by then.
                 yield name, tensor.clone() if self._layerwise else tensor
 
-        with _without_lora_wrappers(model):
+        with without_lora_wrappers(model):
             try:
                 written = model.load_weights(offered())  # type: ignore[operator]
             except WeightSyncError:
@@ -223,11 +277,12 @@ class VLLMReceiver:
         if self._layerwise:
             _reload_module().finalize_layerwise_reload(model, self._config.model_config)
         if self._plan is not None:
-            self._plan.zero_padding(model)
+            self._plan.zero_padding()
             return
         self._check_all_written(model)
         if self._recorder is not None:
-            self._plan = self._recorder.plan()
+            plan = self._recorder.plan()
+            self._plan = plan.resolve(model) if plan is not None else None
             self.plan_refusal = self._recorder.refusal
             self._recorder = None
 
@@ -250,9 +305,9 @@ class VLLMReceiver:
             save_file(self._adapter, str(Path(folder) / "adapter_model.safetensors"))
             (Path(folder) / "adapter_config.json").write_text(manifest.adapter_config or "{}")
             fields = {"lora_name": "policy", "lora_int_id": _ADAPTER_ID, "lora_path": folder}
-            if self.lora_request is not None and "load_inplace" not in _fields(LoRARequest):
+            if self.lora_request is not None and "load_inplace" not in struct_fields(LoRARequest):
                 engine.remove_lora(_ADAPTER_ID)
-            inplace = {"load_inplace": True} if "load_inplace" in _fields(LoRARequest) else {}
+            inplace = {"load_inplace": True} if "load_inplace" in struct_fields(LoRARequest) else {}
             if not engine.add_lora(LoRARequest(**fields, **inplace)):
                 rank = json.loads(manifest.adapter_config or "{}").get("r")
                 raise EngineRefused(f"vLLM did not take the adapter (rank {rank}); check max_lora_rank and max_loras")
@@ -270,7 +325,7 @@ class VLLMReceiver:
                     getattr(owner, name)()
         manifest = self.session.manifest
         if manifest is not None and manifest.kind == "full":
-            self._llm.collective_rpc(_reset_lora_state)
+            self._llm.collective_rpc(reset_lora_state)
 
     def cancel(self) -> None:
         """Nothing was loaded: be what it was before."""
@@ -283,29 +338,28 @@ class VLLMReceiver:
                 # Puts the kernels' tensors back in place, with undefined content, so that the next update can begin.
                 _reload_module().finalize_layerwise_reload(self._model(), self._config.model_config)
         self._plan = self._recorder = None
+        self._copies.forget()
         self._adapter = {}
         self._writing = False
         self.session.abort(reason)
 
     def readable(self) -> Sequence[str]:
         """Names whose bytes can be followed into live parameters: all under a `CopyPlan`, else none."""
-        return tuple(self._plan.copies) if self._plan is not None else ()
+        return tuple(self._plan.targets) if self._plan is not None else ()
 
-    def _copies(self, name: str) -> Sequence[Any]:
-        if self._plan is not None:
-            return self._plan.copies.get(name, ())
-        return self._recorder.copies.get(name, []) if self._recorder is not None else ()
-
-    def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
+    def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Piece]:
         """The slices of `tensor` that this rank's engine holds, in the engine's dtype."""
-        dtypes = {key: p.dtype for key, p in self._model().named_parameters()}
         whole = tensor.contiguous()
-        return [copy.source.of(whole).to(dtypes[copy.target.name]) for copy in self._copies(name)]
+        if self._plan is not None:
+            return [Piece(source, target.dtype) for source, target in self._plan.pairs(name, whole)]
+        if self._recorder is None:
+            return ()
+        copies = self._recorder.copies.get(name, [])
+        return [Piece(copy.source.of(whole), copy.dtype) for copy in copies if copy.source is not None]
 
     def read_back(self, name: str) -> Sequence[Tensor]:
         """The live slices, in the same order."""
-        parameters = dict(self._model().named_parameters())
-        return [copy.target.of(parameters[copy.target.name]) for copy in self._copies(name)]
+        return [target for _, target in self._plan.targets[name]] if self._plan is not None else ()
 
     @contextmanager
     def _engine_context(self) -> Iterator[None]:
@@ -319,10 +373,6 @@ class VLLMReceiver:
             yield
 
 
-def _fields(struct: Any) -> Sequence[str]:
-    return getattr(struct, "__struct_fields__", None) or tuple(getattr(struct, "__dataclass_fields__", ()))
-
-
 def _reload_module() -> Any:
     try:
         from vllm.model_executor.model_loader import reload
@@ -331,38 +381,3 @@ def _reload_module() -> Any:
             "a vLLM without layerwise reload and a model whose weights are repacked: use vLLM 0.20 or later"
         ) from error
     return reload
-
-
-def _fills_live_layout(model: nn.Module, config: Any) -> bool:
-    """Whether the loader may write into the live parameters: unquantised, not repacked, nothing derived from them."""
-    if getattr(config.model_config, "quantization", None) is not None:
-        return False
-    if any(parameter.numel() == 0 or parameter.is_meta for parameter in model.parameters()):
-        return False
-    derived = any(
-        "FusedMoE" in type(module).__name__ or hasattr(module, "W_UK_T") or hasattr(module, "W_UV")
-        for module in model.modules()
-    )
-    return not derived and all(parameter.device.type != "cpu" for parameter in model.parameters())
-
-
-def _reset_lora_state(worker: Any) -> None:
-    reset: Callable[[], None] | None = getattr(getattr(worker, "model_runner", None), "reset_lora_state", None)
-    if reset is not None:
-        reset()
-
-
-@contextmanager
-def _without_lora_wrappers(model: nn.Module) -> Iterator[None]:
-    """Put the base layers in place of vLLM's LoRA wrappers, so that the loader finds its own names."""
-    swapped: list[tuple[nn.Module, str, nn.Module]] = []
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if child is not None and is_kind(child, "BaseLayerWithLoRA"):
-                swapped.append((parent, name, child))
-                parent._modules[name] = child.base_layer  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for parent, name, child in swapped:
-            parent._modules[name] = child

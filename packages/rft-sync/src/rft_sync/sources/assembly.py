@@ -12,7 +12,7 @@ from rft_sync.gathering import BucketGatherer, GatherRequest
 from rft_sync.live import LiveTensor, check_sendable, same_memory
 from rft_sync.naming import NameUnit, checkpoint_units, fp32_patterns, matches_any
 from rft_sync.parameters import ParamMeta
-from rft_sync.partition import Placement, placement_of
+from rft_sync.partition import Placement, Whole, placement_of
 
 DtypePolicy = torch.dtype | Mapping[str, torch.dtype] | None
 Combine = Callable[[Sequence[Tensor]], Tensor]
@@ -66,8 +66,12 @@ class CheckpointSource:
         dtype: Engine dtype for floating-point tensors: one for all, or by checkpoint name; None keeps the live dtype.
             Shards are cast before they are gathered.
         keep_fp32: Names (`*` allowed) that are never cast; the model's own list of that kind is added.
+        trace: A value that differs whenever `exports` might list other tensors; None where only listing can tell.
         direct_bytes: Tensors of this size or more by-pass the wire buffer.
         wire_bytes: Largest wire buffer.
+
+    Attributes:
+        model: The unwrapped model.
     """
 
     kind = "full"
@@ -79,11 +83,14 @@ class CheckpointSource:
         *,
         dtype: DtypePolicy = None,
         keep_fp32: Sequence[str] = (),
+        trace: Callable[[], object] | None = None,
         direct_bytes: int = 1 << 20,
         wire_bytes: int = 1 << 28,
     ) -> None:
-        self._model = model
+        self.model = model
         self._exports = exports
+        self._trace = trace
+        self._traced: object = None
         self._dtype = dtype
         self._keep_fp32 = tuple(keep_fp32)
         self._gatherer = BucketGatherer(direct_bytes=direct_bytes, wire_bytes=wire_bytes)
@@ -93,6 +100,8 @@ class CheckpointSource:
 
     def metadata(self) -> tuple[ParamMeta, ...]:
         """Every tensor of the model as it is now, aliases behind their originals. No communication.
+
+        The same object as last time where nothing changed.
 
         Raises:
             UnsupportedCombination: Meta, quantised or otherwise unreadable tensors, by name.
@@ -120,6 +129,38 @@ class CheckpointSource:
             yield self._gathered(plan, names)
         finally:
             self._open = False
+
+    def live(self) -> dict[str, Tensor] | None:
+        """Name -> live tensor in its own dtype, aliases left out; None where a tensor must be gathered or computed.
+
+        No communication. The tensors are the trainer's own and stay so until its next step.
+        """
+        plan = self._plan or self._current_plan()
+        found: dict[str, Tensor] = {}
+        for meta in plan.metadata:
+            if meta.alias_of is not None:
+                continue
+            unit = plan.unit_of[meta.name]
+            placement = plan.placements[unit.live[0]][0]
+            if plan.exports[unit.live[0]].combine is not None or unit.convert is not None:
+                return None
+            if not isinstance(placement, Whole):
+                return None
+            found[meta.name] = placement.read()
+        return found
+
+    def live_parameters(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
+        """Of `live()`, the parameters: name -> (parameter, its tensor on this rank). Empty where `live()` is None."""
+        tensors = self.live()
+        plan = self._plan
+        if tensors is None or plan is None:
+            return {}
+        found: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        for name, tensor in tensors.items():
+            export = plan.exports[plan.unit_of[name].live[0]]
+            if isinstance(export.parts[0].tensor, nn.Parameter):
+                found[name] = (export.parts[0].tensor, tensor)
+        return found
 
     def release(self) -> None:
         """Give back the buffers of past gathers."""
@@ -162,6 +203,10 @@ class CheckpointSource:
         return parts[0] if export.combine is None else export.combine(parts).to(plan.dtype_of[export.name])
 
     def _current_plan(self) -> _Plan:
+        traced = self._trace() if self._trace is not None else None
+        if self._plan is not None and traced is not None and traced == self._traced:
+            return self._plan
+        self._traced = traced
         exports, skipped = self._exports()
         self._skipped = tuple(skipped)
         shapes: dict[str, tuple[int, ...]] = {}
@@ -194,7 +239,7 @@ class CheckpointSource:
         shapes = {name: found[0].shape for name, found in placements.items()}
         dtypes = {name: found[0].dtype for name, found in placements.items()}
         by_name = {export.name: export for export in exports}
-        units = checkpoint_units(self._model, shapes)
+        units = checkpoint_units(self.model, shapes)
         first_of: dict[object, NameUnit] = {}
         metadata: list[ParamMeta] = []
         dtype_of: dict[str, torch.dtype] = {}
@@ -220,7 +265,7 @@ class CheckpointSource:
             policy = policy.get(twin.checkpoint[0])
         if policy is None or not live.is_floating_point or not policy.is_floating_point:
             return live
-        kept = self._keep_fp32 + fp32_patterns(self._model, policy)
+        kept = self._keep_fp32 + fp32_patterns(self.model, policy)
         names = (*twin.live, *twin.checkpoint, *unit.live, *unit.checkpoint)
         if live is torch.float32 and any(matches_any(name, kept) for name in names):
             return live

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from rft_sync.errors import UnsupportedCombination
-from rft_sync.live import check_sendable, is_kind, live_tensors, unwrap
+from rft_sync.live import check_sendable, is_kind, live_tensors, tensor_trace, unwrap
 from rft_sync.partition import Partition, Redistributed, placement_of
 from rft_sync.sources.assembly import CheckpointSource, DtypePolicy, ExportTensor
 
@@ -48,7 +48,9 @@ class ModuleSource(CheckpointSource):
                 raise UnsupportedCombination(
                     f"ModuleSource and the sharded parameter {live.name}: use source_for(model)", [live.name]
                 )
-        super().__init__(inner, lambda: _export_all(inner), dtype=dtype, keep_fp32=keep_fp32)
+        super().__init__(
+            inner, lambda: _export_all(inner), dtype=dtype, keep_fp32=keep_fp32, trace=lambda: tensor_trace(inner)
+        )
 
 
 class _ShardedSource(CheckpointSource):
@@ -65,12 +67,18 @@ class _ShardedSource(CheckpointSource):
     ) -> None:
         inner = unwrap(model)
 
-        def exports() -> tuple[Sequence[ExportTensor], Sequence[str]]:
+        def trace() -> object:
             reshard(inner)
-            return _export_all(inner)
+            return tensor_trace(inner)
 
         super().__init__(
-            inner, exports, dtype=dtype, keep_fp32=keep_fp32, direct_bytes=direct_bytes, wire_bytes=wire_bytes
+            inner,
+            lambda: _export_all(inner),
+            dtype=dtype,
+            keep_fp32=keep_fp32,
+            trace=trace,
+            direct_bytes=direct_bytes,
+            wire_bytes=wire_bytes,
         )
 
 

@@ -10,6 +10,7 @@ from rft_trainer.config.algorithm import AlgorithmOptions
 from rft_trainer.config.critic import CriticOptions
 from rft_trainer.config.data import DataOptions
 from rft_trainer.config.distribution import DistributionOptions
+from rft_trainer.config.lora import LoRAOptions
 from rft_trainer.config.mismatch import MismatchOptions
 from rft_trainer.config.optimizer import OptimizerOptions
 from rft_trainer.config.reward import RewardOptions
@@ -33,6 +34,7 @@ class OptimizerConfig:
 class RFTConfig(
     RunOptions,
     OptimizerOptions,
+    LoRAOptions,
     AlgorithmOptions,
     RewardOptions,
     CriticOptions,
@@ -54,8 +56,10 @@ class RFTConfig(
             *self._critic_problems(),
             *self._mismatch_problems(),
             *self._optimizer_problems(),
+            *self._lora_problems(),
             *self._run_problems(),
             *self._batch_problems(),
+            *self._adapter_problems(),
         ]
         if self.train_batch_size is None or self.train_batch_size >= 1:
             try:
@@ -77,6 +81,14 @@ class RFTConfig(
             return [
                 f"critic_warmup_steps is {self.critic_warmup_steps} and max_steps is {self.max_steps}: the actor would "
                 "never be trained; raise max_steps"
+            ]
+        return []
+
+    def _adapter_problems(self) -> list[str]:
+        if self.lora_rank and self.freeze:
+            return [
+                f"freeze is {list(self.freeze)} and lora_rank is {self.lora_rank}: adapters freeze all weights; "
+                "leave out freeze, and choose the adapted layers by lora_targets"
             ]
         return []
 

@@ -10,6 +10,7 @@ from rft_trainer.algorithms import expert_counts
 from rft_trainer.errors import UnsupportedCombination
 from rft_trainer.models.layout import TokenLayout
 from rft_trainer.models.log_probs import chunked_log_probs
+from rft_trainer.models.lora import AdapterConfig, add_adapters
 from rft_trainer.models.packing import attend_packed
 from rft_trainer.optim import freeze_prefixes
 
@@ -148,6 +149,14 @@ class Actor(nn.Module):
         Raises ConfigurationError when a prefix matches nothing or nothing is left to train.
         """
         return freeze_prefixes(self.model, prefixes)
+
+    def add_adapters(self, config: AdapterConfig) -> None:
+        """Train low-rank adapters and nothing else, before the model is wrapped.
+
+        Raises ConfigurationError when the extra is missing or a target matches no layer, UnsupportedCombination when
+        one is the output layer.
+        """
+        self.model = add_adapters(self.model, config)
 
     def checkpoint_activations(self) -> None:
         """Keep only the inputs of each block in forward and compute the rest again in backward."""

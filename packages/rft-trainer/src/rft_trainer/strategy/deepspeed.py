@@ -155,12 +155,18 @@ class DeepspeedBackend:
     def save(self, state: TrainState, folder: Path) -> None:
         """Write DeepSpeed's own checkpoint. Collective over the world."""
         engine: Any = state.module
-        engine.save_checkpoint(str(folder), tag=_TAG, client_state={"scheduler": state.scheduler.state_dict()})
+        engine.save_checkpoint(
+            str(folder),
+            tag=_TAG,
+            client_state={"scheduler": state.scheduler.state_dict()},
+            # Frozen weights are those of the initial checkpoint, which a resumed run reads anyway.
+            exclude_frozen_parameters=True,
+        )
 
     def load(self, state: TrainState, folder: Path) -> None:
         """Read DeepSpeed's own checkpoint; the world size must be the one that wrote it. Collective over the world."""
         engine: Any = state.module
-        path, client = engine.load_checkpoint(str(folder), tag=_TAG)
+        path, client = engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=False)
         if path is None:
             raise CheckpointError(f"{folder}: DeepSpeed found no checkpoint with tag {_TAG!r} there")
         state.scheduler.load_state_dict(client["scheduler"])

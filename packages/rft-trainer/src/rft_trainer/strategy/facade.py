@@ -18,7 +18,7 @@ from rft_engines import EngineConfig, Generation, GenerationRequest, SamplingPar
 from rft_sync import SyncReport
 from rft_trainer.config import OptimizerConfig, RFTConfig
 from rft_trainer.data import DataSampler
-from rft_trainer.export import export_model
+from rft_trainer.export import export_adapter, export_model
 from rft_trainer.strategy.data_parallel import WorldDataParallel
 from rft_trainer.strategy.deepspeed import DeepspeedBackend
 from rft_trainer.strategy.fsdp import FSDPBackend
@@ -199,6 +199,10 @@ class Strategy:
     def save_model(self, state: TrainState, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face folder in safetensors. Collective over the world."""
         export_model(state, folder, tokenizer, group=self.host_group)
+
+    def save_adapter(self, state: TrainState, folder: Path) -> None:
+        """Write the adapter of a LoRA actor in PEFT's format. Collective over the world."""
+        export_adapter(state, folder, group=self.host_group)
 
     def on_main(self, action: Callable[[], None]) -> None:
         """Run on rank 0 while the others wait; its error is raised on every rank. Collective over the world."""

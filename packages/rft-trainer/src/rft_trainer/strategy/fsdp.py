@@ -79,7 +79,7 @@ class FSDPBackend:
         from torch.distributed.checkpoint.state_dict import get_state_dict
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        model, optimizer = get_state_dict(state.network, state.optimizer)
+        model, optimizer = get_state_dict(state.network, state.optimizer, options=_trained_only())
         save({"model": model, "optimizer": optimizer, "scheduler": state.scheduler.state_dict()}, checkpoint_id=folder)
 
     def load(self, state: TrainState, folder: Path) -> None:
@@ -87,7 +87,7 @@ class FSDPBackend:
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        model, optimizer = get_state_dict(state.network, state.optimizer)
+        model, optimizer = get_state_dict(state.network, state.optimizer, options=_trained_only())
         content: dict[str, Any] = {
             "model": model,
             "optimizer": optimizer,
@@ -99,6 +99,7 @@ class FSDPBackend:
             state.optimizer,
             model_state_dict=content["model"],
             optim_state_dict=content["optimizer"],
+            options=_trained_only(),
         )
         state.scheduler.load_state_dict(content["scheduler"])
 
@@ -129,6 +130,13 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
             found.append(module)
             inside.update(module.modules())
     return found
+
+
+def _trained_only() -> Any:
+    """Frozen weights are those of the initial checkpoint, which a resumed run reads anyway."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 def _whole(norm: Tensor) -> Tensor:

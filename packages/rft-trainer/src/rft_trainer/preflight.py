@@ -43,6 +43,7 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
         lambda: _check_extras(config),
         lambda: _check_required(config),
         lambda: _check_offload(config),
+        lambda: _check_average(config),
         lambda: _check_resume(config),
         lambda: check_output(config),
     ]
@@ -158,6 +159,14 @@ def _check_offload(config: RFTConfig) -> None:
         raise UnsupportedCombination("adam_offload and FSDP2 do not work together: leave out --fsdp, or --adam_offload")
     if config.adam_offload and config.zero_stage == 0:
         raise UnsupportedCombination("adam_offload and ZeRO stage 0 do not work together: use --zero_stage 1, 2 or 3")
+
+
+def _check_average(config: RFTConfig) -> None:
+    if config.ema_decay > 0 and not config.fsdp and config.zero_stage == 3:
+        raise UnsupportedCombination(
+            f"ema_decay {config.ema_decay} and ZeRO stage 3 do not work together: it holds some weights twice; use "
+            "--fsdp, or --zero_stage 2"
+        )
 
 
 def _check_required(config: RFTConfig) -> None:

@@ -36,6 +36,7 @@ from rft_trainer.report import (
 )
 from rft_trainer.roles import scoring_options
 from rft_trainer.strategy import Strategy, TrainState
+from rft_trainer.trainer.averaging import WeightAverage
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.ppo import CRITIC_FOLDER, PPOTrainer
 from rft_trainer.trainer.update import ImportanceConfig, PolicyUpdate, UpdateConfig
@@ -75,18 +76,22 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
     actor, data = ingredients.actor, strategy.data
     check_ingredients(config, ingredients)
     kl = config.kl_controller()
-    maker, update = _maker_and_update(config, strategy, ingredients, kl)
-    checkpoints = CheckpointStore(config.output_dir / "checkpoints", data)
-    resumed: TrainerState | None = None
-    if config.resume_from is not None:
-        resumed = checkpoints.load(
-            config.resume_from,
-            lambda folder: _load_models(strategy, ingredients, folder),
-            strategy=strategy.backend.name,
-        )
+    average = WeightAverage(actor, config.ema_decay) if config.ema_decay > 0 else None
+    maker, update = _maker_and_update(config, strategy, ingredients, kl, average)
     main = data.rank == 0
     progress = Console(enabled=main, columns=STEP_COLUMNS)
     rollouts = _rollouts(config, strategy, ingredients, maker, progress)
+    checkpoints = CheckpointStore(config.output_dir / "checkpoints", data)
+    resumed: TrainerState | None = None
+
+    def load(folder: Path) -> None:
+        _load_models(strategy, ingredients, folder)
+        if average is not None:
+            average.load(folder, data.rank)
+        rollouts.load_held(folder, data.rank)
+
+    if config.resume_from is not None:
+        resumed = checkpoints.load(config.resume_from, load, strategy=strategy.backend.name)
     trainer = PPOTrainer(
         config=config,
         actor=actor,
@@ -100,6 +105,7 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         rollouts=rollouts,
         maker=maker,
         update=update,
+        average=average,
         evaluator=_evaluator(config, strategy, maker, ingredients.held_out),
         checkpoints=checkpoints,
         sampling=sampling_params(config),
@@ -109,8 +115,6 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
     )
     if resumed is not None:
         trainer.resume(resumed)
-        assert config.resume_from is not None
-        rollouts.load_held(config.resume_from / "shards", data.rank)
     return trainer
 
 
@@ -157,7 +161,11 @@ def _rollouts(
 
 
 def _maker_and_update(
-    config: RFTConfig, strategy: Strategy, ingredients: Ingredients, kl: KLController
+    config: RFTConfig,
+    strategy: Strategy,
+    ingredients: Ingredients,
+    kl: KLController,
+    average: WeightAverage | None,
 ) -> tuple[FastExperienceMaker, PolicyUpdate]:
     tokenizer = ingredients.tokenizer
     planner = MicroBatchPlanner(
@@ -178,6 +186,12 @@ def _maker_and_update(
         count_experts=config.expert_balance_coef > 0,
         base_seed=config.seed,
     )
+
+    def on_step() -> None:
+        strategy.runtime.note_update()
+        if average is not None:
+            average.update()
+
     update = PolicyUpdate(
         update_config(config),
         backend=strategy.backend,
@@ -185,7 +199,7 @@ def _maker_and_update(
         planner=planner,
         collator=collator,
         kl=kl,
-        on_step=strategy.runtime.note_update,
+        on_step=on_step,
     )
     return maker, update
 
@@ -278,6 +292,7 @@ def update_config(config: RFTConfig) -> UpdateConfig:
         expert_balance_coef=config.expert_balance_coef,
         value_clip=config.value_clip,
         epochs=config.max_epochs,
+        replay_on_device=config.replay_on_device,
         train_batch_size=config.train_batch_size,
         keep_groups=config.share_prompts,
         group_size=config.n_samples_per_prompt,

@@ -1,7 +1,7 @@
 """The training loop, as a list of phases: roll out, score, update, sync, evaluate, save."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +18,7 @@ from rft_trainer.experience.maker import FastExperienceMaker, Roles
 from rft_trainer.experience.rollouts import Rollouts
 from rft_trainer.report import MetricLogger
 from rft_trainer.strategy.protocols import DataParallel, RolloutRuntime, TrainingBackend, TrainState
+from rft_trainer.trainer.averaging import WeightAverage
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.metrics import rollout_metrics
 from rft_trainer.trainer.phases import PhaseClock
@@ -61,6 +62,7 @@ class PPOTrainer:
     rollouts: Rollouts
     maker: FastExperienceMaker
     update: PolicyUpdate
+    average: WeightAverage | None
     evaluator: Evaluator | None
     checkpoints: CheckpointStore
     sampling: SamplingParams
@@ -143,7 +145,10 @@ class PPOTrainer:
         if self.evaluator is None:
             return {}
         with self._clock("evaluate"):
-            metrics = self.evaluator.evaluate(step)
+            with self.averaged():
+                self._resend()
+                metrics = self.evaluator.evaluate(step)
+            self._resend()
         self.evaluations[step] = metrics
         self.logger.log(step, metrics)
         shown = "  ".join(
@@ -153,6 +158,18 @@ class PPOTrainer:
         )
         self.progress.line(f"evaluation after step {step}: {shown}")
         return metrics
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The moving average stands in the actor inside, for what is evaluated or exported; nothing without one."""
+        with nullcontext() if self.average is None else self.average.applied():
+            yield
+
+    def _resend(self) -> None:
+        """With a moving average: what stands in the actor to the engine, under its present version. Collective."""
+        if self.average is not None:
+            self.runtime.resume(self.runtime.weights_version)
+            self.runtime.update_engine_weights(self.actor)
 
     def save(self) -> None:
         """Write a checkpoint. Collective over the world."""
@@ -172,6 +189,8 @@ class PPOTrainer:
         self.backend.save(self.actor, folder)
         if self.critic is not None:
             self.backend.save(self.critic, folder / CRITIC_FOLDER)
+        if self.average is not None:
+            self.average.save(folder, self.data.rank)
         self.rollouts.save_held(folder, self.data.rank)
 
     def resume(self, state: TrainerState) -> None:

@@ -72,9 +72,10 @@ def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
     )
     trainer = build_trainer(config, strategy, ingredients)
     evaluations = trainer.fit()
-    strategy.save_model(actor, config.output_dir / "model", inputs.tokenizer)
-    if config.lora_rank:
-        strategy.save_adapter(actor, config.output_dir / "adapter")
+    with trainer.averaged():
+        strategy.save_model(actor, config.output_dir / "model", inputs.tokenizer)
+        if config.lora_rank:
+            strategy.save_adapter(actor, config.output_dir / "adapter")
     strategy.on_main(lambda: write_summary(config, evaluations, trainer.progress))
 
 

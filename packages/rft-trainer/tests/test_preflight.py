@@ -43,6 +43,7 @@ def test_a_good_configuration_passes(good):
         ({"temperature": 0.0}, 1, ("temperature 0", "n_samples_per_prompt 8")),
         ({"engine_type": "sglang", "top_p": 0.9}, 1, ("top_p 0.9", "'sglang'")),
         ({"engine_type": "vllm", "first_token_temperature": 2.0}, 1, ("first_token_temperature 2.0", "'vllm'")),
+        ({"ema_decay": 0.9, "fsdp": False, "zero_stage": 3}, 1, ("ema_decay 0.9", "ZeRO stage 3")),
         ({"gae_lambda": 0.5}, 1, ("gae_lambda 0.5", "'group_norm'")),
         ({"policy_loss": "pppo"}, 1, ("pppo", "ppo")),
         ({"kl_estimator": "k4"}, 1, ("k4", "k3")),

@@ -86,6 +86,7 @@ def _setting_checks(config: RFTConfig, environment: TorchrunEnvironment) -> list
             engine=config.engine_type,
             modality="text",
         ),
+        lambda: _check_average(config),
     ]
 
 
@@ -247,6 +248,14 @@ def _check_sharding(config: RFTConfig, world_size: int) -> None:
         size = getattr(config, name)
         if size is not None and world_size % size:
             raise ConfigurationError(f"{name} is {size}, which does not divide {world_size} ranks: choose a divisor")
+
+
+def _check_average(config: RFTConfig) -> None:
+    if config.ema_decay > 0 and not config.fsdp and config.zero_stage == 3:
+        raise UnsupportedCombination(
+            f"ema_decay {config.ema_decay} and ZeRO stage 3 do not work together: it holds some weights twice; use "
+            "--fsdp, or --zero_stage 2"
+        )
 
 
 def _check_required(config: RFTConfig) -> None:

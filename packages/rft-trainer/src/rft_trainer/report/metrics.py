@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -121,8 +122,8 @@ class WandbLogger:
         project: of wandb.
         mode: "offline" or "online".
         settings: of the run, shown beside its curves.
-        resume_after: None begins a run; a number continues the folder's, whose later steps are not logged twice: wandb
-            keeps what it has of a step.
+        resume_after: None begins a run; a number continues the folder's run under the same id. Offline that is a second
+            folder beside the first, and `wandb sync` sends both to one run, which keeps what it had of a step.
 
     Raises:
         ConfigurationError: the extra `wandb` is missing, or wandb cannot begin.
@@ -149,7 +150,7 @@ class WandbLogger:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if resume_after is None or not name.is_file():
-                name.write_text(wandb.util.generate_id())
+                name.write_text(uuid.uuid4().hex[:8])
             self._run = wandb.init(
                 project=project,
                 dir=str(folder),

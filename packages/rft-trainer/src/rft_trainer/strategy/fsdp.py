@@ -152,6 +152,7 @@ class FSDPBackend:
 
         from rft_trainer.strategy.held_files import HeldFiles
 
+        reload_state(state)
         model, optimizer = get_state_dict(state.network, state.optimizer, options=_trained_only())
         content = {"model": model, "optimizer": optimizer, "scheduler": state.scheduler.state_dict()}
         writer = FileSystemWriter(folder, sync_files=False)

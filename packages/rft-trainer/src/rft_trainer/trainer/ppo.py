@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from rft_trainer.experience.maker import FastExperienceMaker, Roles
 from rft_trainer.experience.rollouts import Rollouts
 from rft_trainer.report import MetricLogger
 from rft_trainer.strategy.protocols import DataParallel, RolloutRuntime, TrainingBackend, TrainState
+from rft_trainer.trainer.averaging import WeightAverage
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.metrics import rollout_metrics
 from rft_trainer.trainer.phases import NoPhaseMemory, PhaseClock, PhaseMemory
@@ -63,14 +64,15 @@ class PPOTrainer:
     rollouts: Rollouts
     maker: FastExperienceMaker
     update: PolicyUpdate
+    average: WeightAverage | None
     evaluator: Evaluator | None
     checkpoints: CheckpointStore
     sampling: SamplingParams
     logger: MetricLogger
     progress: Progress
     keep_rollouts: Callable[[int, Sequence[Experience]], None]
-    memory: PhaseMemory = field(default_factory=NoPhaseMemory)
     settings: dict[str, Any] = field(default_factory=dict)
+    memory: PhaseMemory = field(default_factory=NoPhaseMemory)
     finished_steps: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
 
@@ -157,7 +159,10 @@ class PPOTrainer:
         if self.evaluator is None:
             return {}
         with self._clock("evaluate"):
-            metrics = self.evaluator.evaluate(step)
+            with self.averaged():
+                self._resend()
+                metrics = self.evaluator.evaluate(step)
+            self._resend()
         self.evaluations[step] = metrics
         self.logger.log(step, metrics)
         shown = "  ".join(
@@ -167,6 +172,18 @@ class PPOTrainer:
         )
         self.progress.line(f"evaluation after step {step}: {shown}")
         return metrics
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The moving average stands in the actor inside, for what is evaluated or exported; nothing without one."""
+        with nullcontext() if self.average is None else self.average.applied():
+            yield
+
+    def _resend(self) -> None:
+        """With a moving average: what stands in the actor to the engine, under its present version. Collective."""
+        if self.average is not None:
+            self.runtime.resume(self.runtime.weights_version)
+            self.runtime.update_engine_weights(self.actor)
 
     def save(self) -> None:
         """Write a checkpoint, or begin to where that is done in the background. Collective over the world.
@@ -211,6 +228,8 @@ class PPOTrainer:
         writes = [self.backend.save(self.actor, folder, background=background)]
         if self.critic is not None:
             writes.append(self.backend.save(self.critic, folder / CRITIC_FOLDER, background=background))
+        if self.average is not None:
+            self.average.save(folder, self.data.rank)
         self.rollouts.save_held(folder, self.data.rank)
         return [write for write in writes if write is not None]
 

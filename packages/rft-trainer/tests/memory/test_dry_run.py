@@ -100,9 +100,10 @@ def test_each_zero_stage_splits_what_it_says(folder, stage):
     update = make_plan(settings(folder, fsdp=False, zero_stage=stage), ranks=64).forecast.phases["update"]
     part = -(-NUMEL // 64)
     assert update["actor"] == pytest.approx(2 * (part if stage == 3 else NUMEL), rel=1e-5)
-    # In stage 2 a tensor across the border of two parts is kept whole by both.
-    assert update["gradients"] == pytest.approx(2 * (part if stage >= 2 else NUMEL), rel=0.5 if stage == 2 else 1e-9)
-    assert update["gradients"] >= 2 * (part if stage >= 2 else NUMEL)
+    # In stage 2 a tensor across the border of two parts is kept whole by both; the embedding is larger than a part.
+    kept_whole = 2 * 152064 * 8192 if stage == 2 else 0
+    share = part if stage >= 2 else NUMEL
+    assert 2 * share <= update["gradients"] <= 2 * (share + kept_whole)
     assert update["actor optimiser"] == 12 * (NUMEL if stage == 0 else part)
 
 

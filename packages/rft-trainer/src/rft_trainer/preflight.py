@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from rft_dist import ParallelLayout, TorchrunEnvironment
+from rft_engines.combinations import check_combination
 from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_aggregation_mode, check_kl_kind
 from rft_trainer.checkpoint import MANIFEST
 from rft_trainer.config import RFTConfig
@@ -79,6 +80,12 @@ def _setting_checks(config: RFTConfig, environment: TorchrunEnvironment) -> list
         lambda: parse_sources(config.eval_sets),
         lambda: _check_offload(config),
         lambda: _check_sharding(config, environment.world_size),
+        lambda: check_combination(
+            backend="fsdp" if config.fsdp else "deepspeed",
+            weights="lora_merged" if config.lora_rank else "full",
+            engine=config.engine_type,
+            modality="text",
+        ),
         lambda: _check_average(config),
     ]
 

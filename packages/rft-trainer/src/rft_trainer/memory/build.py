@@ -10,7 +10,7 @@ from torch import nn
 
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import ConfigurationError
-from rft_trainer.memory.forecast import ENGINE_WEIGHTS, Cluster, Models, forecast
+from rft_trainer.memory.forecast import ENGINE_WEIGHTS, GIB, Cluster, Forecast, Models, forecast
 from rft_trainer.memory.ledger import MemoryLedger
 from rft_trainer.memory.plan import PlacementPlan, plan_placement
 from rft_trainer.memory.shapes import ModelShapes, model_shapes
@@ -120,7 +120,24 @@ def _expected(
     except ConfigurationError as unknown:
         logger.warning("no forecast beside the measured bytes: %s", unknown)
         return {}
-    return forecast(config, cluster, plan, models).phases
+    made = forecast(config, cluster, plan, models)
+    log_forecast(made, capacity)
+    return made.phases
+
+
+def log_forecast(made: Forecast, device_bytes: int | None) -> None:
+    """One line at start-up; a warning when the largest phase is larger than the device."""
+    text = f"forecast for a rank: {made.peak / GIB:.2f} GiB in {made.peak_phase}, the largest phase"
+    if device_bytes is None:
+        logger.info("%s", text)
+    elif made.peak <= device_bytes:
+        logger.info("%s, of %.2f GiB", text, device_bytes / GIB)
+    else:
+        logger.warning(
+            "%s, and the device has %.2f GiB: it will probably not fit; --dry_run says which flag would help",
+            text,
+            device_bytes / GIB,
+        )
 
 
 def models_of(

@@ -11,10 +11,9 @@ from rft_trainer.algorithms import AdvantageEstimator
 from rft_trainer.config import RFTConfig
 from rft_trainer.config.distribution import computes_in_bf16
 from rft_trainer.memory.build import models_of, placement_plan
-from rft_trainer.memory.forecast import Cluster, Forecast, forecast
+from rft_trainer.memory.forecast import GIB, Cluster, Forecast, forecast
 from rft_trainer.memory.shapes import ModelShapes, model_shapes, read_config
 
-GIB = 2**30
 _DEFAULT_DEVICE_GIB = 80
 _RESERVED_BYTES = 2 * GIB
 """Left for the context, communication buffers and the allocator's rounding."""

@@ -14,6 +14,7 @@ KV_CACHE = "kv cache"
 ENGINE_WEIGHTS = "engine weights"
 GATHERED = "gathered weights"
 _COMPUTING = ("actor_log_probs", "reference", "critic_values", "teacher", "update", "sync")
+GIB = 2**30
 _FP32 = 4
 _HEAD_CHUNK = 1024
 _HF_KV_BYTES = 4 << 30
@@ -75,7 +76,8 @@ def _zero_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> Sta
     trained, whole = shapes.trained_numel, shapes.numel
     part = -(-trained // ranks)
     weights = compute * (-(-whole // ranks) if stage == 3 else whole) + shapes.buffer_bytes
-    gradients = compute * (part if stage >= 2 else trained)
+    # Below stage 2 whole gradients are held until they are reduced.
+    gradients = compute * (trained if stage < 2 else part if stage == 3 else _partition_gradients(shapes, ranks))
     if stage == 0:
         optimizer = _FP32 * 2 * trained + (_FP32 * trained if cluster.bf16 else 0)
     else:
@@ -83,6 +85,23 @@ def _zero_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> Sta
         optimizer = 0 if config.adam_offload else _FP32 * 3 * part
     gathered = compute * (shapes.block_numel(-1) + 2 * shapes.largest_block_numel) if stage == 3 else 0
     return StateBytes(weights, gradients, optimizer, gathered)
+
+
+def _partition_gradients(shapes: ModelShapes, ranks: int) -> int:
+    """Elements of the gradients that one rank keeps in stage 2, the most of any rank.
+
+    Matrices and vectors are two groups, each cut into equal parts; a tensor across a cut is kept whole on both sides.
+    """
+    held = [0] * ranks
+    for matrices in (True, False):
+        numels = [p.numel for p in shapes.parameters if p.trained and (len(p.shape) >= 2) is matrices]
+        part = max(1, -(-sum(numels) // ranks))
+        start = 0
+        for numel in numels:
+            for rank in range(start // part, (start + numel - 1) // part + 1):
+                held[rank] += numel
+            start += numel
+    return max(held)
 
 
 def frozen_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> int:

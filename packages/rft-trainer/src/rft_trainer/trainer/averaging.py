@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rft_trainer.optim import MovingAverage
 from rft_trainer.strategy.protocols import TrainState
+from rft_trainer.strategy.residency import local_shard
 
 
 class WeightAverage:
@@ -26,6 +26,8 @@ class WeightAverage:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The averages are the actor's weights inside."""
+        # The phase may have sent the actor to the host.
+        self._state.memory.model.reload()
         # Whole copies that a forward left behind would hide the change.
         self._state.release_gathered()
         with self._average.applied(self._shards()):
@@ -41,11 +43,7 @@ class WeightAverage:
         self._average.load_state_dict(torch.load(folder / _file(rank), weights_only=True))
 
     def _shards(self) -> list[tuple[str, Tensor]]:
-        return [(n, _local(p.detach())) for n, p in self._state.network.named_parameters() if p.requires_grad]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return [(n, local_shard(p.detach())) for n, p in self._state.network.named_parameters() if p.requires_grad]
 
 
 def _file(rank: int) -> str:

@@ -21,7 +21,7 @@ from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import RFTrainerError, RunInterrupted
 from rft_trainer.models import quieten_transformers
-from rft_trainer.preflight import claim_output, preflight
+from rft_trainer.preflight import claim_output, dry_run, preflight
 from rft_trainer.roles import build_initial_model, build_policy, prepare_critic, prepare_teacher
 from rft_trainer.session import Ingredients, build_trainer
 from rft_trainer.strategy import Strategy, get_strategy
@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = "0"
     try:
         config = resolve_resume(parse_config(argv, RECIPES, description="GSM8K by reinforcement fine-tuning"))
+        if config.dry_run:
+            print(dry_run(config))
+            return 0
         environment = TorchrunEnvironment.from_environ()
         rank = str(environment.rank)
         preflight(config, environment)
@@ -73,9 +76,10 @@ def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
     )
     trainer = build_trainer(config, strategy, ingredients)
     evaluations = trainer.fit()
-    strategy.save_model(actor, config.output_dir / "model", inputs.tokenizer)
-    if config.lora_rank:
-        strategy.save_adapter(actor, config.output_dir / "adapter")
+    with trainer.averaged():
+        strategy.save_model(actor, config.output_dir / "model", inputs.tokenizer)
+        if config.lora_rank:
+            strategy.save_adapter(actor, config.output_dir / "adapter")
     strategy.on_main(lambda: write_summary(config, evaluations, trainer.progress))
 
 

@@ -3,8 +3,8 @@
     python -m rft_trainer.convert --config RUN/config.json --resume_from RUN/checkpoints/step_000010
 
 The run's config.json gives model and strategy. Under FSDP2 any number of processes will do, with torchrun or without;
-DeepSpeed needs that of the run. The folder is OUTPUT_DIR/model_step_000010. The other way needs no command: `--pretrain`
-of a run takes such a folder.
+DeepSpeed needs that of the run. The folder is OUTPUT_DIR/model_step_000010. The other way needs no command: a run takes
+such a folder by `--pretrain`.
 """
 
 import os

@@ -27,6 +27,7 @@ from rft_trainer.report import Column, Console, LoggerGroup
 from rft_trainer.roles import scoring_options
 from rft_trainer.run_files import drop_later_files, finished_steps, make_loggers, rollout_keeper
 from rft_trainer.strategy import Strategy, TrainState
+from rft_trainer.trainer.averaging import WeightAverage
 from rft_trainer.trainer.evaluation import Evaluator, three_extractors
 from rft_trainer.trainer.ppo import CRITIC_FOLDER, PPOTrainer
 from rft_trainer.trainer.rates import Rates, peak_flops
@@ -78,25 +79,32 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
     actor, data = ingredients.actor, strategy.data
     check_ingredients(config, ingredients)
     kl = config.kl_controller()
-    maker, update = _maker_and_update(config, strategy, ingredients, kl)
+    average = WeightAverage(actor, config.ema_decay) if config.ema_decay > 0 else None
+    maker, update = _maker_and_update(config, strategy, ingredients, kl, average)
     checkpoints = CheckpointStore(config.output_dir / "checkpoints", data, _retention(config))
     settings = fitted_settings(config, strategy.model_form(actor))
+    progress = Console(enabled=data.rank == 0, columns=STEP_COLUMNS)
+    rollouts = _rollouts(config, strategy, ingredients, maker, progress)
     resumed: TrainerState | None = None
+
+    def load(folder: Path) -> None:
+        _load_models(strategy, ingredients, folder)
+        if average is not None:
+            average.load(folder, data.rank)
+        rollouts.load_held(folder, data.rank)
+
     if config.resume_from is not None:
         resumed = checkpoints.load(
             config.resume_from,
-            lambda folder: _load_models(strategy, ingredients, folder),
+            load,
             strategy=strategy.backend.name,
-            # Responses that a rank holds for later steps are that rank's.
-            resizable=strategy.backend.resizable and config.partial_rollout_tokens is None,
+            # Unfinished responses and averages are kept by the rank that holds them.
+            resizable=strategy.backend.resizable and config.partial_rollout_tokens is None and average is None,
             settings=settings,
         )
     finished = finished_steps(config, resumed)
     if finished is not None:
         data.on_main(lambda: drop_later_files(config.output_dir, finished))
-    main = data.rank == 0
-    progress = Console(enabled=main, columns=STEP_COLUMNS)
-    rollouts = _rollouts(config, strategy, ingredients, maker, progress)
     trainer = PPOTrainer(
         config=config,
         actor=actor,
@@ -110,20 +118,19 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         rollouts=rollouts,
         maker=maker,
         update=update,
+        average=average,
         evaluator=make_evaluator(config, strategy, maker, ingredients.held_out),
         checkpoints=checkpoints,
         settings=settings,
         rates=_rates(config, strategy, actor),
         sampling=sampling_params(config),
-        logger=LoggerGroup(make_loggers(config, finished) if main else ()),
+        logger=LoggerGroup(make_loggers(config, finished) if data.rank == 0 else ()),
         progress=progress,
         keep_rollouts=rollout_keeper(config, tokenizer=ingredients.tokenizer, rank=data.rank, world_size=data.size),
         memory=phase_memory(config, strategy, trained=ingredients.trained(), frozen=ingredients.frozen()),
     )
     if resumed is not None:
         trainer.resume(resumed)
-        assert config.resume_from is not None
-        rollouts.load_held(config.resume_from / "shards", data.rank)
     return trainer
 
 
@@ -142,7 +149,7 @@ def _sampler(config: RFTConfig, strategy: Strategy, prompts: Sequence[EncodedPro
 
 def experience_maker(config: RFTConfig, strategy: Strategy, ingredients: Ingredients) -> FastExperienceMaker:
     """The maker of a run that only evaluates."""
-    return _maker_and_update(config, strategy, ingredients, config.kl_controller())[0]
+    return _maker_and_update(config, strategy, ingredients, config.kl_controller(), None)[0]
 
 
 def sampling_params(config: RFTConfig) -> SamplingParams:
@@ -188,7 +195,11 @@ def _rollouts(
 
 
 def _maker_and_update(
-    config: RFTConfig, strategy: Strategy, ingredients: Ingredients, kl: KLController
+    config: RFTConfig,
+    strategy: Strategy,
+    ingredients: Ingredients,
+    kl: KLController,
+    average: WeightAverage | None,
 ) -> tuple[FastExperienceMaker, PolicyUpdate]:
     tokenizer = ingredients.tokenizer
     planner = MicroBatchPlanner(
@@ -209,6 +220,12 @@ def _maker_and_update(
         count_experts=config.expert_balance_coef > 0,
         base_seed=config.seed,
     )
+
+    def on_step() -> None:
+        strategy.runtime.note_update()
+        if average is not None:
+            average.update()
+
     update = PolicyUpdate(
         update_config(config),
         backend=strategy.backend,
@@ -216,7 +233,7 @@ def _maker_and_update(
         planner=planner,
         collator=collator,
         kl=kl,
-        on_step=strategy.runtime.note_update,
+        on_step=on_step,
     )
     return maker, update
 
@@ -309,6 +326,7 @@ def update_config(config: RFTConfig) -> UpdateConfig:
         expert_balance_coef=config.expert_balance_coef,
         value_clip=config.value_clip,
         epochs=config.max_epochs,
+        replay_on_device=config.replay_on_device,
         train_batch_size=config.train_batch_size,
         keep_groups=config.share_prompts,
         group_size=config.n_samples_per_prompt,

@@ -46,7 +46,7 @@ class VLLMReceiver:
 
     Attributes:
         session: Version and usability.
-        lora_request: The request to generate with, after an adapter-only update.
+        lora_request: The request to generate with, after an adapter-only update; None again after a full one.
         plan_refusal: Why copies are not replayed; empty when they are or before the first update.
 
     Raises:
@@ -273,6 +273,7 @@ class VLLMReceiver:
                 self._apply_adapter(manifest)
             else:
                 self._finish_weights(self._model())
+                self._drop_adapter()
         self._reset_caches()
         self.session.close(version)
         if hasattr(self._engine(), "set_weight_version"):
@@ -319,6 +320,12 @@ class VLLMReceiver:
         # The adapter stays loaded under its id; a request that reloads would look for the folder.
         self.lora_request = LoRARequest(**fields)
         self._adapter = {}
+
+    def _drop_adapter(self) -> None:
+        """Full weights end the life of an adapter: it belongs to the base weights that it was trained on."""
+        if self.lora_request is not None:
+            self._engine().remove_lora(_ADAPTER_ID)
+            self.lora_request = None
 
     def _reset_caches(self) -> None:
         engine = self._engine()

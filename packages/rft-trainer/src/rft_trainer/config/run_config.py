@@ -14,6 +14,7 @@ from rft_trainer.config.evaluation import EvaluationOptions
 from rft_trainer.config.lora import LoRAOptions
 from rft_trainer.config.mismatch import MismatchOptions
 from rft_trainer.config.optimizer import OptimizerOptions
+from rft_trainer.config.plan import PlanOptions
 from rft_trainer.config.residency import ResidencyOptions
 from rft_trainer.config.reward import RewardOptions
 from rft_trainer.config.rollout import RolloutOptions
@@ -44,6 +45,7 @@ class RFTConfig(
     SamplingOptions,
     RolloutOptions,
     ResidencyOptions,
+    PlanOptions,
     DistributionOptions,
     EvaluationOptions,
     DataOptions,
@@ -62,6 +64,8 @@ class RFTConfig(
             *self._mismatch_problems(),
             *self._optimizer_problems(),
             *self._lora_problems(),
+            *self._plan_problems(),
+            *self._distribution_problems(),
             *self._run_problems(),
             *self._batch_problems(),
             *self._adapter_problems(),

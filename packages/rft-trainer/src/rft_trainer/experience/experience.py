@@ -1,8 +1,9 @@
 """What one response teaches: ids as sampled, log-probabilities of every role, reward and advantage, on the CPU."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from rft_trainer.models.padding import right_pad
 class Experience:
     """One sampled response [T tokens] to one prompt [P tokens].
 
-    Tensors live on the CPU. `group` is the number of the prompt in its data set, equal for its n responses. Filled at
-    generation: ids, engine log-probabilities, version. Then, in this order: `score`, `scores` and `step_rewards` by the
-    reward functions; the columns of the roles (actor, reference, critic, teacher); `reward`, `advantages`, `returns`.
+    Tensors live on the CPU until `to`. `group` is the number of the prompt in its data set, equal for its n responses.
+    Filled at generation: ids, engine log-probabilities, version. Then, in this order: `score`, `scores` and
+    `step_rewards` by the reward functions; the columns of the roles (actor, reference, critic, teacher); `reward`,
+    `advantages`, `returns`.
 
     prompt_ids: [P] int64; response_ids: [T] int64; response_mask: [T] bool, tokens that are trained.
     engine_log_probs: [T] fp32, of the distribution sampled from.
@@ -57,6 +59,11 @@ class Experience:
     returns: Tensor | None = None
     update_log_probs: Tensor | None = None
     update_entropies: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Experience":
+        """A copy whose tensors lie on `device`."""
+        tensors: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
     @property
     def length(self) -> int:

@@ -34,20 +34,36 @@ _TAG = "state"
 
 
 class DeepspeedBackend:
-    """TrainingBackend on DeepSpeed.
+    """TrainingBackend and Residency on DeepSpeed.
 
-    Stage 0 is plain data parallelism. With `bf16` DeepSpeed keeps fp32 masters. With `adam_offload` the optimiser
-    lives on the host (stages 1 to 3).
+    Args:
+        device: of this rank.
+        stage: of ZeRO; 0 is plain data parallelism.
+        bf16: compute in bfloat16; DeepSpeed keeps fp32 masters.
+        adam_offload: the optimiser lives and steps on the host (stages 1 to 3).
+        hpz_size: ranks of stage 3's secondary partition (ZeRO++ hpZ); 1: none.
+        overlap: reduce gradients during backward; None: on a GPU.
     """
 
     resizable = False
 
-    def __init__(self, device: torch.device, *, stage: int, bf16: bool = False, adam_offload: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        stage: int,
+        bf16: bool = False,
+        adam_offload: bool = False,
+        hpz_size: int = 1,
+        overlap: bool | None = None,
+    ) -> None:
         self._device = device
         self.name = f"deepspeed zero {stage}"
         self._stage = stage
         self._bf16 = bf16
         self._adam_offload = adam_offload
+        self._hpz_size = hpz_size
+        self._overlap = device.type == "cuda" if overlap is None else overlap
         self._roles = RoleMemory()
 
     @staticmethod
@@ -95,7 +111,9 @@ class DeepspeedBackend:
         return wrapped
 
     def _settings(self, max_norm: float) -> dict[str, Any]:
-        zero: dict[str, Any] = {"stage": self._stage, "overlap_comm": self._device.type == "cuda"}
+        zero: dict[str, Any] = {"stage": self._stage, "overlap_comm": self._overlap}
+        if self._hpz_size > 1:
+            zero["zero_hpz_partition_size"] = self._hpz_size
         if self._adam_offload:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self._device.type == "cuda"}
         return {

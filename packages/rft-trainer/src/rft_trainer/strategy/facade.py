@@ -233,7 +233,14 @@ class FSDPV2Strategy(Strategy):
     """Strategy on torch FSDP2; its group comes from torch."""
 
     def _make_backend(self, device: torch.device, bf16: bool) -> FSDPBackend:
-        return FSDPBackend(device, bf16=bf16)
+        config = self.config
+        return FSDPBackend(
+            device,
+            bf16=bf16,
+            shard_size=config.fsdp_shard_size,
+            reshard=config.fsdp_reshard,
+            cpu_offload=config.fsdp_cpu_offload,
+        )
 
 
 class DeepspeedStrategy(Strategy):
@@ -242,7 +249,15 @@ class DeepspeedStrategy(Strategy):
     initialise = staticmethod(DeepspeedBackend.initialise)
 
     def _make_backend(self, device: torch.device, bf16: bool) -> DeepspeedBackend:
-        return DeepspeedBackend(device, stage=self.config.zero_stage, bf16=bf16, adam_offload=self.config.adam_offload)
+        config = self.config
+        return DeepspeedBackend(
+            device,
+            stage=config.zero_stage,
+            bf16=bf16,
+            adam_offload=config.adam_offload,
+            hpz_size=config.zero_hpz_size,
+            overlap=config.zero_overlap,
+        )
 
 
 def get_strategy(args: RFTConfig) -> Strategy:

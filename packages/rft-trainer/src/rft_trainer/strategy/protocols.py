@@ -183,6 +183,11 @@ class RolloutRuntime(Protocol):
         """Finished weight updates of the engine."""
         ...
 
+    @property
+    def weight_lag(self) -> int | None:
+        """Optimiser steps since the last sync; None before the first one."""
+        ...
+
     def generate(self, requests: Sequence[Any], sampling: Any) -> list[Any]:
         """Generations in order, n for each request. Collective over the rollout group."""
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from rft_trainer.experience.maker import FastExperienceMaker, Roles
 from rft_trainer.experience.rollouts import Rollouts
 from rft_trainer.report import MetricLogger
 from rft_trainer.strategy.protocols import DataParallel, RolloutRuntime, TrainingBackend, TrainState
+from rft_trainer.trainer.averaging import WeightAverage
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.metrics import rollout_metrics
 from rft_trainer.trainer.phases import NoPhaseMemory, PhaseClock, PhaseMemory
@@ -66,6 +67,7 @@ class PPOTrainer:
     rollouts: Rollouts
     maker: FastExperienceMaker
     update: PolicyUpdate
+    average: WeightAverage | None
     evaluator: Evaluator | None
     checkpoints: CheckpointStore
     sampling: SamplingParams
@@ -123,6 +125,7 @@ class PPOTrainer:
         """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
         step = self.finished_steps + 1
         self._clock.restart()
+        lag = self.runtime.weight_lag
         self._settle_save()
         experiences, facts = self.rollouts.collect(step, self._clock)
         facts |= self.maker.learnable(experiences, self._roles(), self._clock)
@@ -139,6 +142,8 @@ class PPOTrainer:
         facts[TOKENS] = Sum(float(sum(e.length for e in experiences)))
         facts[TRAINED] = Sum(float(sum(int(e.response_mask.sum()) for e in experiences)))
         metrics = self.data.reduce_metrics({**rollout_metrics(experiences, self.sampling.n), **facts, **update})
+        if lag is not None:
+            metrics["rollout/weight_lag"] = float(lag)
         metrics["sync/version"] = float(report.version)
         metrics["sync/gigabytes_per_second"] = report.gigabytes_per_second
         self._follow(metrics)
@@ -166,6 +171,7 @@ class PPOTrainer:
         seconds = self._clock.seconds()
         metrics.update({f"perf/seconds_{name}": value for name, value in seconds.items()})
         metrics.update(self.memory.metrics(step))
+        metrics["perf/border_share"] = self._clock.border_seconds / seconds["step"]
         metrics.update(self.rates.of(metrics, seconds))
         self.logger.log(step, metrics)
         self.progress.step_line(step, metrics, total_steps=self.config.max_steps)
@@ -176,7 +182,10 @@ class PPOTrainer:
             return {}
         start = time.perf_counter()
         with self._clock("evaluate"):
-            metrics = self.evaluator.evaluate(step)
+            with self.averaged():
+                self._resend()
+                metrics = self.evaluator.evaluate(step)
+            self._resend()
         self.evaluations[step] = metrics
         self.logger.log(step, {**metrics, "perf/seconds_evaluate": time.perf_counter() - start})
         shown = "  ".join(
@@ -186,6 +195,18 @@ class PPOTrainer:
         )
         self.progress.line(f"evaluation after step {step}: {shown}")
         return metrics
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The moving average stands in the actor inside, for what is evaluated or exported; nothing without one."""
+        with nullcontext() if self.average is None else self.average.applied():
+            yield
+
+    def _resend(self) -> None:
+        """With a moving average: what stands in the actor to the engine, under its present version. Collective."""
+        if self.average is not None:
+            self.runtime.resume(self.runtime.weights_version)
+            self.runtime.update_engine_weights(self.actor)
 
     def save(self) -> None:
         """Write a checkpoint, or begin to where that is done in the background. Collective over the world.
@@ -230,6 +251,8 @@ class PPOTrainer:
         writes = [self.backend.save(self.actor, folder, background=background)]
         if self.critic is not None:
             writes.append(self.backend.save(self.critic, folder / CRITIC_FOLDER, background=background))
+        if self.average is not None:
+            self.average.save(folder, self.data.rank)
         self.rollouts.save_held(folder, self.data.rank)
         return [write for write in writes if write is not None]
 

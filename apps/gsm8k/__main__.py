@@ -19,7 +19,7 @@ from rft_engines import EngineError
 from rft_trainer.checkpoint import resolve_resume
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
-from rft_trainer.errors import RFTrainerError
+from rft_trainer.errors import RFTrainerError, RunInterrupted
 from rft_trainer.models import quieten_transformers
 from rft_trainer.preflight import claim_output, dry_run, preflight
 from rft_trainer.roles import build_initial_model, build_policy, prepare_critic, prepare_teacher
@@ -28,7 +28,7 @@ from rft_trainer.strategy import Strategy, get_strategy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and return the exit code: 0, or 2 for an error of the user's with one line for each problem."""
+    """Run and return the exit code: 0, 130 for a signal, 2 for an error of the user's with a line for each problem."""
     rank = "0"
     try:
         config = resolve_resume(parse_config(argv, RECIPES, description="GSM8K by reinforcement fine-tuning"))
@@ -45,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with get_strategy(config).setup_distributed() as strategy:
             strategy.on_main(lambda: claim_output(config))
             train(config, inputs, strategy)
+    except RunInterrupted as stopped:
+        if rank == "0":
+            print(stopped, file=sys.stderr)
+        return 130
     except (RFTrainerError, DistError, EngineError) as error:
         for line in str(error).splitlines():
             print(f"[rank {rank}] error: {line}", file=sys.stderr)

@@ -1,6 +1,8 @@
 """A whole training run does not depend on how it is spread, and a resumed one is the unbroken one."""
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from contracts.metrics_page import documented, undocumented
 from rft_dist.testing import run_ranks
 from rft_engines import EngineConfig
 from rft_rewards import RewardComputationEngine, RewardRecipe, RewardSample
@@ -15,7 +18,7 @@ from rft_sync import source_for
 from rft_trainer.checkpoint import read_manifest, resolve_resume
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import PromptDataset, RecordFields
-from rft_trainer.errors import CheckpointError
+from rft_trainer.errors import CheckpointError, RunInterrupted
 from rft_trainer.models import Actor, load_causal_model, load_tokenizer
 from rft_trainer.session import Ingredients, build_trainer
 from rft_trainer.strategy import get_strategy
@@ -56,7 +59,7 @@ class StopError(Exception):
     """Stands for whatever ends a run between two checkpoints."""
 
 
-def train(rank, world, settings, stop_at=None):
+def train(rank, world, settings, stop_at=None, interrupted=None):
     """Run the trainer to its end; (weights version, full weights, texts of the last rollout)."""
     tokenizer = load_tokenizer(settings.pretrain)
     fields = RecordFields(reference_key=None)
@@ -80,6 +83,8 @@ def train(rank, world, settings, stop_at=None):
         def watch(step, experiences):
             if step == stop_at:
                 raise StopError
+            if step == settings.max_steps - 1 and rank == interrupted:
+                os.kill(os.getpid(), signal.SIGINT)
             keep(step, experiences)
             texts.append([(e.group, e.response) for e in experiences])
 
@@ -142,11 +147,14 @@ def test_the_run_did_move_the_weights_and_the_reference_stays(folder, alone):
     assert alone[0][0] == 4  # the first sync and one after each of three steps
 
 
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def rows(run):
     """What the run logged, without what depends on the clock."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    timed = ("perf/", "sync/gigabytes")
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
+    timed = ("perf/", "memory/", "sync/gigabytes")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in metrics(run)]
 
 
 def rollouts(run):
@@ -195,6 +203,9 @@ def test_resume_is_bit_equal(folder, tmp_path, strategy):
     assert_same([r[2] for r in results], [r[0] for r in results], exact=True)
     assert [row["step"] for row in rows(broken)] == [1, 2, 3, 4]
     assert rows(broken) == rows(whole)
+    for row in metrics(whole):
+        assert undocumented(set(row) - {"step"}) == []
+        assert [m.name for m in documented() if m.when == "always" and not any(map(m.matches, row))] == []
     assert rollouts(broken) == rollouts(whole)
     assert len(rollouts(whole)) == 8
     # Optimiser and scheduler too: files of the last step, written in the background or not, hold the same.
@@ -202,7 +213,7 @@ def test_resume_is_bit_equal(folder, tmp_path, strategy):
     assert shards(broken / last) == shards(whole / last)
     states = [read_manifest(run / last) for run in (whole, broken)]
     assert states[0] == states[1]
-    assert (states[0].weights_version, states[0].sampler["step_in_epoch"]) == (5, 0)
+    assert (states[0].weights_version, states[0].sampler["sampler"]["step_in_epoch"]) == (5, 0)
 
 
 def test_another_number_of_ranks_continues_the_same_course(folder, tmp_path):
@@ -216,6 +227,20 @@ def test_another_number_of_ranks_continues_the_same_course(folder, tmp_path):
         assert found["rollout/reward"] == pytest.approx(expected["rollout/reward"])
     with pytest.raises(CheckpointError, match=r"was written by fsdp2 and this run trains with deepspeed zero 2"):
         run(1, config(folder, tmp_path / "other", **shape, fsdp=False, resume_from=saved))
+
+
+def interrupted_then_resumed(rank, world, settings):
+    usual = signal.getsignal(signal.SIGINT)
+    with pytest.raises(RunInterrupted, match="after step 2"):
+        train(rank, world, settings, interrupted=1)
+    assert signal.getsignal(signal.SIGINT) is usual
+    return train(rank, world, replace(settings, resume="auto"))
+
+
+def test_a_signal_on_one_rank_ends_all_after_the_step_with_a_checkpoint(folder, alone, tmp_path):
+    results = run_ranks(interrupted_then_resumed, 2, config(folder, tmp_path / "run"), timeout_seconds=500)
+    assert_same(results, alone)
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
 
 
 def test_deepspeed_names_the_numbers_of_ranks(folder, tmp_path):

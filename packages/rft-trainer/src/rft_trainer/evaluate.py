@@ -10,16 +10,14 @@ and boxed extraction, side by side. OUTPUT_DIR/evaluate gets one line for each r
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rft_dist import DistError, TorchrunEnvironment
+from rft_dist import DistError
 from rft_engines import EngineConfig, EngineError
 from rft_rewards import RewardComputationEngine, RewardRecipe, exact_answer
-from rft_trainer.checkpoint import CheckpointStore
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import DataSource, EncodedPrompt, PromptDataset, load_source, parse_sources
@@ -27,8 +25,8 @@ from rft_trainer.errors import ConfigurationError, RFTrainerError
 from rft_trainer.models import checkpoint_folder, load_tokenizer, quieten_transformers
 from rft_trainer.preflight import check_resume
 from rft_trainer.report import Console
-from rft_trainer.roles import build_policy
 from rft_trainer.session import Ingredients, experience_maker, make_evaluator
+from rft_trainer.standalone import checkpointed_actor, one_process_without_torchrun
 from rft_trainer.strategy import Strategy, get_strategy
 
 
@@ -41,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.pretrain is None:
             raise ConfigurationError("pretrain is not set: give --pretrain, or --config with a run's config.json")
         check_resume(config)
-        alone()
-        TorchrunEnvironment.from_environ()
+        one_process_without_torchrun()
         quieten_transformers()
         folder = checkpoint_folder(config.pretrain)
         tokenizer = load_tokenizer(folder)
@@ -54,23 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"[rank {rank}] error: {line}", file=sys.stderr)
         return 2
     return 0
-
-
-def alone() -> None:
-    """Without torchrun: be a run of one process."""
-    if "WORLD_SIZE" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
 
 
 def evaluation_sets(config: RFTConfig, tokenizer: object) -> dict[str, Sequence[EncodedPrompt]]:
@@ -110,18 +90,7 @@ def evaluate(
     sets: Mapping[str, Sequence[EncodedPrompt]],
 ) -> dict[str, float]:
     """Metrics of a model; written to `output_dir` and shown. Collective over the world."""
-    actor = strategy.prepare(build_policy(config, folder, bf16=strategy.bf16))
-    step = 0
-    if config.resume_from is not None:
-        store = CheckpointStore(config.output_dir / "checkpoints", strategy.data)
-        state = store.load(
-            config.resume_from,
-            lambda shards: strategy.load_checkpoint(actor, shards),
-            strategy=strategy.backend.name,
-            resizable=strategy.backend.resizable,
-            settings={"model": strategy.model_form(actor)},
-        )
-        step = state.step
+    actor, step = checkpointed_actor(config, strategy, folder)
     strategy.create_engine(
         EngineConfig(
             kind=config.engine_type,

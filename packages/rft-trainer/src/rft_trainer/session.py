@@ -30,6 +30,7 @@ from rft_trainer.strategy import Strategy, TrainState
 from rft_trainer.trainer.averaging import WeightAverage
 from rft_trainer.trainer.evaluation import Evaluator, three_extractors
 from rft_trainer.trainer.ppo import CRITIC_FOLDER, PPOTrainer
+from rft_trainer.trainer.rates import Rates, peak_flops
 from rft_trainer.trainer.update import ImportanceConfig, PolicyUpdate, UpdateConfig
 
 STEP_COLUMNS = (
@@ -121,6 +122,7 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         evaluator=make_evaluator(config, strategy, maker, ingredients.held_out),
         checkpoints=checkpoints,
         settings=settings,
+        rates=_rates(config, strategy, actor),
         sampling=sampling_params(config),
         logger=LoggerGroup(make_loggers(config, finished) if data.rank == 0 else ()),
         progress=progress,
@@ -361,6 +363,17 @@ def evaluation_sampling(config: RFTConfig) -> SamplingParams:
         top_p=config.eval_top_p,
         top_k=config.eval_top_k,
         max_new_tokens=config.eval_max_len or config.generate_max_len,
+    )
+
+
+def _rates(config: RFTConfig, strategy: Strategy, actor: TrainState) -> Rates:
+    # Without gradients of all weights an update takes less work than the rule of six says.
+    whole = all(parameter.requires_grad for parameter in actor.network.parameters())
+    return Rates(
+        world_size=strategy.data.size,
+        epochs=config.max_epochs,
+        parameters=strategy.parameter_count(actor) if whole else None,
+        peak_flops=peak_flops(strategy.device) if strategy.bf16 else None,
     )
 
 

@@ -27,6 +27,8 @@ class RunOptions:
     """Write checkpoints while training goes on; costs one copy of the training state in host memory."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """What follows a checkpoint that could not be written, such as on a full disk; earlier ones stay."""
+    save_on_interrupt: bool = True
+    """Ctrl-C or SIGTERM: write a checkpoint after the step that is going on, then end."""
     max_checkpoints: int = 0
     """Checkpoints that are kept; 0: all. The newest and the best are never removed."""
     max_checkpoints_gib: float = 0.0

@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -206,6 +207,11 @@ class Strategy:
         """Write a Hugging Face folder in safetensors. Collective over the world."""
         self.backend.reload_model(state)
         export_model(state, folder, tokenizer, group=self.host_group)
+
+    def parameter_count(self, state: TrainState) -> int:
+        """Weights of the model, tied ones once. No communication."""
+        metadata = source_for(state.checkpoint_module).metadata()
+        return sum(math.prod(meta.shape) for meta in metadata if meta.alias_of is None)
 
     def model_form(self, state: TrainState) -> str:
         """Names and shapes of the model's weights, as one short text. No communication."""

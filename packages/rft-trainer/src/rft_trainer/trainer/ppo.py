@@ -1,5 +1,6 @@
 """The training loop, as a list of phases: roll out, score, update, sync, evaluate, save."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +15,7 @@ from rft_engines import SamplingParams
 from rft_trainer.algorithms import KLController, effective_sample_size
 from rft_trainer.checkpoint import CheckpointStore, TrainerState
 from rft_trainer.config import RFTConfig
-from rft_trainer.errors import CheckpointError
+from rft_trainer.errors import CheckpointError, RunInterrupted
 from rft_trainer.experience.experience import Experience
 from rft_trainer.experience.maker import FastExperienceMaker, Roles
 from rft_trainer.experience.rollouts import Rollouts
@@ -24,6 +25,8 @@ from rft_trainer.trainer.averaging import WeightAverage
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.metrics import rollout_metrics
 from rft_trainer.trainer.phases import NoPhaseMemory, PhaseClock, PhaseMemory
+from rft_trainer.trainer.rates import TOKENS, Rates
+from rft_trainer.trainer.stop_signals import StopSignals
 from rft_trainer.trainer.update import PolicyUpdate
 
 CRITIC_FOLDER = "critic"
@@ -71,6 +74,7 @@ class PPOTrainer:
     logger: MetricLogger
     progress: Progress
     keep_rollouts: Callable[[int, Sequence[Experience]], None]
+    rates: Rates
     settings: dict[str, Any] = field(default_factory=dict)
     memory: PhaseMemory = field(default_factory=NoPhaseMemory)
     finished_steps: int = 0
@@ -82,23 +86,40 @@ class PPOTrainer:
         )
 
     def fit(self) -> dict[int, dict[str, float]]:
-        """Train up to `max_steps`; the evaluations by step. Collective over the world."""
+        """Train up to `max_steps`; the evaluations by step. Collective over the world.
+
+        Raises:
+            RunInterrupted: on all ranks, after the step in which one of them was told to stop by SIGINT or SIGTERM.
+        """
+        try:
+            with StopSignals(self.progress.line) as stop:
+                self._rounds(stop)
+            self._settle_save(wait=True)
+        finally:
+            self.logger.close()
+        self.progress.line(self.memory.table())
+        return self.evaluations
+
+    def _rounds(self, stop: StopSignals) -> None:
+        config = self.config
         self._clock.restart()
         with self._clock("sync"):
             self.runtime.update_engine_weights(self.actor)
         if self.finished_steps == 0:
             self.evaluate(0)
-        while self.finished_steps < self.config.max_steps:
+        while self.finished_steps < config.max_steps:
             self.step()
             step = self.finished_steps
-            last = step == self.config.max_steps
-            if last or (self.config.eval_steps and step % self.config.eval_steps == 0):
+            last = step == config.max_steps
+            stopping = bool(self.data.most(int(stop.requested))) and not last
+            if not stopping and (last or (config.eval_steps and step % config.eval_steps == 0)):
                 self.evaluate(step)
-            if last or (self.config.save_steps and step % self.config.save_steps == 0):
+            saves = last or bool(config.save_steps and step % config.save_steps == 0)
+            if saves or (stopping and config.save_on_interrupt):
                 self.save()
-        self._settle_save(wait=True)
-        self.progress.line(self.memory.table())
-        return self.evaluations
+            if stopping:
+                self._settle_save(wait=True)
+                raise RunInterrupted(f"stopped by a signal after step {step}: go on with --resume auto")
 
     def step(self) -> dict[str, float]:
         """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
@@ -118,6 +139,7 @@ class PPOTrainer:
         self.finished_steps = step
         counts = {f"rollout/counts/{name}": count for name, count in self.maker.take_reward_counts().items()}
         facts |= {**counts, "rollout/responses": Sum(float(len(experiences)))}
+        facts[TOKENS] = Sum(float(sum(e.length for e in experiences)))
         facts[TRAINED] = Sum(float(sum(int(e.response_mask.sum()) for e in experiences)))
         metrics = self.data.reduce_metrics({**rollout_metrics(experiences, self.sampling.n), **facts, **update})
         if lag is not None:
@@ -150,7 +172,7 @@ class PPOTrainer:
         metrics.update({f"perf/seconds_{name}": value for name, value in seconds.items()})
         metrics.update(self.memory.metrics(step))
         metrics["perf/border_share"] = self._clock.border_seconds / seconds["step"]
-        metrics["perf/samples_per_second"] = metrics["rollout/responses"] / seconds["step"]
+        metrics.update(self.rates.of(metrics, seconds))
         self.logger.log(step, metrics)
         self.progress.step_line(step, metrics, total_steps=self.config.max_steps)
 
@@ -158,17 +180,18 @@ class PPOTrainer:
         """Evaluate and log; empty without an evaluation set. Collective over the world."""
         if self.evaluator is None:
             return {}
+        start = time.perf_counter()
         with self._clock("evaluate"):
             with self.averaged():
                 self._resend()
                 metrics = self.evaluator.evaluate(step)
             self._resend()
         self.evaluations[step] = metrics
-        self.logger.log(step, metrics)
+        self.logger.log(step, {**metrics, "perf/seconds_evaluate": time.perf_counter() - start})
         shown = "  ".join(
             f"{name.removeprefix('eval/')} {value:.3f}"
             for name, value in sorted(metrics.items())
-            if "/counts/" not in name
+            if "/counts/" not in name and not name.endswith(("_low", "_high"))
         )
         self.progress.line(f"evaluation after step {step}: {shown}")
         return metrics

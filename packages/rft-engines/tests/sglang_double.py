@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import pickle
 import time
 
 import torch
@@ -42,6 +43,8 @@ class Engine:
         if self.fail_to_start:
             raise RuntimeError("not enough memory")
         multiprocessing.set_start_method("spawn", force=True)
+        # They travel to the schedulers' processes.
+        pickle.dumps(kwargs)
         torch.rand(3)
         self.arguments = kwargs
         self.environment = dict(os.environ)

@@ -228,6 +228,23 @@ def test_a_gap_between_engine_and_trainer_is_measured(caplog):
     assert "0.0150" in caplog.text
 
 
+def test_an_abort_that_comes_late_is_not_for_the_next_call():
+    engine = ScriptedEngine.answering({(1,): (3, 4)}, vocab_size=10, eos_token_id=END)
+    take, late = engine._generate, []
+
+    def finished_and_then_aborted(requests, sampling, max_steps):
+        samples = take(requests, sampling, max_steps)
+        late.append(engine.abort())
+        return samples
+
+    engine._generate = finished_and_then_aborted
+    (sample,) = engine.generate([GenerationRequest((1,))], GREEDY)
+    del engine._generate
+    assert (late, sample.finish_reason) == ([1], FinishReason.LENGTH)
+    (sample,) = engine.generate([GenerationRequest((1,))], GREEDY)
+    assert (sample.finish_reason, len(sample.token_ids)) == (FinishReason.LENGTH, 8)
+
+
 def test_a_failed_generate_leaves_a_known_state(prompts):
     def logits(request, sample_index, tokens):
         if len(tokens) == 2:

@@ -110,6 +110,8 @@ def test_unsupported_wishes_are_refused_by_name(folder):
         engine.sleep()
     with pytest.raises(ValueError, match="no tokenizer"):
         engine.generate(requests, SamplingParams(stop=("x",)))
+    with pytest.raises(UnsupportedCombinationError, match="'sglang' and images"):
+        engine.generate([GenerationRequest((5,), images=("a",))], GREEDY)
     engine.close()
     with pytest.raises(UnsupportedCombinationError, match="kv_cache_bytes"):
         SGLangEngine(sglang_config(folder, kv_cache_bytes=1), engine_class=sglang_double.Engine)
@@ -127,8 +129,10 @@ def test_a_dead_engine_is_noticed_while_it_is_waited_for(folder):
     engine.close()
 
 
-def test_images_travel_with_each_sample(folder):
-    engine = SGLangEngine(sglang_config(folder), engine_class=sglang_double.Engine)
+def test_images_travel_with_each_sample(folder, tmp_path):
+    facts = json.loads(Path(folder, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": facts, "vision_config": {}}))
+    engine = SGLangEngine(sglang_config(str(tmp_path)), engine_class=sglang_double.Engine)
     requests = [GenerationRequest((5,), images=("a", "b")), GenerationRequest((6,))]
     engine.generate(requests, SamplingParams(n=2, max_new_tokens=1))
     (call,) = engine.native.calls

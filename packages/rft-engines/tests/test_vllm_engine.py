@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 import random
 import subprocess
@@ -11,7 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from rft_engines import EngineConfig, GenerationRequest, HFEngine, SamplingParams, create_engine
+from rft_engines import (
+    EngineConfig,
+    EngineState,
+    GenerationRequest,
+    HFEngine,
+    SamplingParams,
+    UnsupportedCombinationError,
+    create_engine,
+)
 from rft_engines.testing import EngineProbe, check_engine
 
 pytestmark = [
@@ -28,14 +37,32 @@ SHAPE = {
 PROMPTS = [(5, 9, 11), (40, 3, 8, 21, 6, 7, 30), (12,)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def tiny_model(seed):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(initializer_range=0.1, eos_token_id=2, pad_token_id=0, **SHAPE)).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(LlamaConfig(initializer_range=0.1, eos_token_id=2, pad_token_id=0, **SHAPE)).save_pretrained(path)
+    model = tiny_model(seed=0)
+    # No rollout may be sampled by these.
+    model.generation_config.update(do_sample=True, repetition_penalty=1.1, top_p=0.8, top_k=20, temperature=0.5)
+    model.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    """One engine for the tests of this file; the conformance kit, which runs last, closes it."""
+    state = torch.get_rng_state(), random.getstate()
+    built = create_engine(vllm_config(folder))
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert random.getstate() == state[1]
+    yield built
+    built.close()
 
 
 def vllm_config(folder, **changes):
@@ -52,12 +79,19 @@ def log_prob_reference(model):
     return reference
 
 
-def test_vllm_engine_conforms_and_agrees_with_the_embedded_engine(folder):
+def test_images_are_refused_by_a_model_of_text(engine):
+    with pytest.raises(UnsupportedCombinationError, match="'vllm' and images"):
+        engine.generate([GenerationRequest((5,), images=("picture",))], SamplingParams())
+
+
+def write_weights(engine, model):
+    """vLLM's own reload: on the CPU its kernels hold packed weights."""
+    weights = [(name, value.detach().clone()) for name, value in model.state_dict().items()]
+    engine.native.collective_rpc(lambda worker: worker.model_runner.reload_weights(weights_iterator=iter(weights)))
+
+
+def test_agrees_with_the_embedded_engine(folder, engine):
     hf = HFEngine(folder)
-    state = torch.get_rng_state(), random.getstate()
-    engine = create_engine(vllm_config(folder))
-    assert torch.equal(torch.get_rng_state(), state[0])
-    assert random.getstate() == state[1]
     assert engine.eos_token_ids == hf.eos_token_ids == (2,)
     requests = [GenerationRequest(prompt) for prompt in PROMPTS]
     sampling = SamplingParams(temperature=0, max_new_tokens=30)
@@ -69,8 +103,79 @@ def test_vllm_engine_conforms_and_agrees_with_the_embedded_engine(folder):
     for sample in engine.generate(requests, truncated):
         assert all(value > -4 for value in sample.log_probs), "renormalised over the tokens kept"
 
-    reference = log_prob_reference(hf.native)
-    probe = EngineProbe(prompts=PROMPTS, vocab_size=VOCABULARY, reference=reference, tolerance=1e-4)
+
+def test_sampling_is_not_filled_in_from_the_checkpoint(folder, engine, caplog):
+    assert json.loads((folder / "generation_config.json").read_text())["repetition_penalty"] == 1.1
+    reference = log_prob_reference(HFEngine(folder).native)
+    with caplog.at_level(logging.INFO, logger="rft_engines"):
+        samples = engine.generate(
+            [GenerationRequest((7,) * 12, seed=3)], SamplingParams(n=4, max_new_tokens=24, ignore_eos=True)
+        )
+    for sample in samples:
+        # A penalty would move each of them, a truncation would renormalise them.
+        expected = reference(sample.prompt_token_ids, sample.token_ids, 1.0)
+        assert sample.log_probs == pytest.approx(expected, abs=1e-4)
+    assert "engine vllm samples with temperature=1.0 top_p=1.0 top_k=0, no penalties" in caplog.text
+
+
+def cached_tokens(engine, prompt):
+    from vllm import SamplingParams as NativeSampling
+
+    (output,) = engine.native.generate(
+        [{"prompt_token_ids": list(prompt)}], NativeSampling(max_tokens=1, detokenize=False), use_tqdm=False
+    )
+    return output.num_cached_tokens
+
+
+def test_no_prefix_of_the_old_weights_survives_an_update(folder, engine):
+    prompt = tuple(3 + place % 90 for place in range(200))
+    request, greedy = [GenerationRequest(prompt)], SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+    other = tiny_model(seed=1)
+    (old,) = engine.generate(request, greedy)
+    assert cached_tokens(engine, prompt) > 0
+    engine.begin_weight_update()
+    write_weights(engine, other)
+    engine.finish_weight_update(1)
+    assert cached_tokens(engine, prompt) == 0
+    engine.reset_prefix_cache()
+    ((new,), (fresh,)) = engine.generate(request, greedy), HFEngine(other).generate(request, greedy)
+    assert new.token_ids == fresh.token_ids != old.token_ids
+    assert new.log_probs[0] == pytest.approx(fresh.log_probs[0], abs=1e-3)
+    assert (old.weights_version, new.weights_version) == (0, 1)
+    engine.begin_weight_update()
+    write_weights(engine, tiny_model(seed=0))
+    engine.finish_weight_update(0)
+    assert engine.generate(request, greedy) == [old]
+
+
+def test_a_failure_in_the_middle_leaves_no_request_behind(engine, monkeypatch):
+    requests = [GenerationRequest(prompt) for prompt in PROMPTS]
+    greedy = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+    before = engine.generate(requests, greedy)
+    runner = engine.native.llm_engine.model_executor.driver_worker.worker.model_runner
+    calls, execute = [], runner.execute_model
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise FloatingPointError("a kernel failed")
+        return execute(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "execute_model", failing)
+    with pytest.raises(FloatingPointError, match="a kernel failed"):
+        engine.generate(requests, greedy)
+    monkeypatch.undo()
+    assert engine.state is EngineState.READY
+    assert engine.native.llm_engine.get_num_unfinished_requests() == 0
+    assert engine.generate(requests, greedy) == before
+
+
+def test_vllm_engine_conforms(folder, engine):
+    reference = log_prob_reference(HFEngine(folder).native)
+    probe = EngineProbe(
+        prompts=PROMPTS, vocab_size=VOCABULARY, reference=reference, tolerance=1e-4,
+        load_weights=lambda engine: write_weights(engine, tiny_model(seed=0)),
+    )  # fmt: skip
     assert len(check_engine(engine, probe)) == 40
 
 

@@ -375,6 +375,54 @@ def test_a_planted_fault_is_found_when_live_tensors_are_copied():
     assert (manager.version, manager.receiver.session.usable) == (1, False)
 
 
+def test_full_weights_end_the_life_of_an_adapter():
+    llm = FakeLLM(EngineModel(), lora=True)
+    manager = _manager(Trainer(1), llm)
+    removed = []
+    llm.llm_engine.remove_lora = removed.append
+    manager.broadcast_to_engine()
+    assert removed == []
+    manager.receiver.lora_request = object()
+    manager.broadcast_to_engine()
+    assert (removed, manager.receiver.lora_request) == ([1], None)
+
+
+def test_layers_whose_kernels_read_something_else_are_not_written_live():
+    from rft_sync.receivers.vllm_model import _is_derived
+
+    class RoutedExperts(nn.Module):
+        pass
+
+    class UnquantizedFusedMoEMethod:
+        pass
+
+    stacked, by_method, absorbed = nn.Module(), nn.Module(), nn.Module()
+    stacked.w13_weight = nn.Parameter(torch.zeros(1))
+    by_method.quant_method = UnquantizedFusedMoEMethod()
+    absorbed.W_UV = torch.zeros(1)
+    assert all(_is_derived(module) for module in (RoutedExperts(), stacked, by_method, absorbed))
+    assert not any(_is_derived(module) for module in EngineModel().modules())
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([], (0, 0)),
+        ([((12,), (1,), 0)], (1, 1)),
+        ([((2, 3), (3, 1), 0), ((6,), (1,), 6)], (1, 1)),
+        ([((2, 3), (3, 1), 0), ((6,), (1,), 5)], (0, 2)),
+        ([((12,), (1,), 0), ((1, 4), (99, 1), 2), ((4,), (1,), 2)], (1, 3)),
+        ([((4, 2), (3, 1), 0), ((4, 1), (3, 1), 2)], (1, 1)),  # columns
+        ([((4, 2), (3, 1), 0), ((4, 2), (3, 1), 1)], (1, 2)),
+        ([((3,), (0,), 0)], (0, 2)),  # one element over and over: more than once
+    ],
+)
+def test_how_often_each_element_is_written(pieces, expected):
+    from rft_sync.receivers.copy_plan import Region, _times_written
+
+    assert _times_written(12, [Region("w", *piece) for piece in pieces]) == expected
+
+
 def test_an_empty_live_parameter_refuses_the_plan():
     model = nn.Linear(2, 2, bias=False)
     model.weight = nn.Parameter(torch.zeros(0))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from rft_sync import AdapterSource, BroadcastConfig, BroadcastManager, source_for
+from rft_sync import AdapterSource, BroadcastConfig, BroadcastManager, EngineNotReady, source_for
 
 PREFIX = [(7 * place + 3) % 490 + 5 for place in range(192)]
 
@@ -112,8 +112,17 @@ def full_weights(folder, tp_size, kind):
     return found
 
 
+def answer(llm, lora_request=None):
+    """20 greedy tokens behind the long prefix."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False, seed=1)
+    outputs = llm.generate([{"prompt_token_ids": [*PREFIX, 30]}], sampling, use_tqdm=False, lora_request=lora_request)
+    return list(outputs[0].outputs[0].token_ids)
+
+
 def adapters(folder, tp_size, kind):
-    """Adapter-only and merged updates of a LoRA actor agree with it."""
+    """Adapter-only and merged updates of a LoRA actor agree with it; an adapter without its base is refused."""
     import peft
 
     llm = build_engine(folder, tp_size, lora=True)
@@ -129,11 +138,19 @@ def adapters(folder, tp_size, kind):
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
+        merged.receiver.abort("the base weights were dropped in deep sleep")
+        refused = ""
+        try:
+            alone.broadcast_to_engine()
+        except EngineNotReady as error:
+            refused = str(error)
         base.broadcast_to_engine()
-        alone.broadcast_to_engine()
-        found.append(gap(llm, model, merged.receiver.lora_request))
+        version = alone.broadcast_to_engine().version
+        request = merged.receiver.lora_request
+        by_adapter = (*gap(llm, model, request), answer(llm, request))
+        loaded = sorted(llm.llm_engine.list_loras())
         merged.broadcast_to_engine()
-        found.append(gap(llm, model))
+        found.append((by_adapter, (*gap(llm, model), answer(llm)), refused, version, loaded))
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rft_engines.contract import KV_CACHE, WEIGHTS, Fate, SleepContract, SleepLevel
-from rft_engines.errors import EngineStateError
+from rft_engines.errors import EngineStateError, UnsupportedCombinationError
 from rft_engines.generation import Generation, GenerationRequest, check_requests
 from rft_engines.memory import SleepMemory
 from rft_engines.protocol import EngineState
@@ -21,10 +21,11 @@ _TAGS = (WEIGHTS, KV_CACHE)
 class ManagedEngine(ABC):
     """Base for adapters: keeps the states, leaves the engine's own calls to hooks.
 
-    A subclass gives `contract`, `native`, `_generate`, `_release`, `_restore`,
-    `_drop_caches`, `_abort_running` and `_shut_down`; `_discard_unfinished` where a failed call leaves requests behind.
+    A subclass gives `contract`, `native`, `_generate`, `_release`, `_restore`, `_drop_caches` and `_shut_down`;
+    `_abort_running` where `_generate` cannot look at `_aborted`; `_discard_unfinished` where a failed call leaves
+    requests behind.
     The hooks are called in permitted states only.
-    Its constructor sets `_max_model_len`, `_vocab_size` and `_eos`.
+    Its constructor sets `_max_model_len`, `_vocab_size` and `_eos`, and `_takes_images` where it is known to be false.
     """
 
     def __init__(self, *, weights_loaded: bool = True) -> None:
@@ -37,6 +38,9 @@ class ManagedEngine(ABC):
         self._version = 0
         self._running = threading.Lock()
         self._running_requests = 0
+        # An abort is for the call that runs now: count and flag change together.
+        self._counting = threading.Lock()
+        self._aborted = threading.Event()
         self._logged_sampling: set[tuple[float, float, int]] = set()
         self.sleep_memory = SleepMemory()
 
@@ -55,6 +59,7 @@ class ManagedEngine(ABC):
     _max_model_len: int | None = None
     _vocab_size: int | None = None
     _eos: tuple[int, ...] = ()
+    _takes_images: bool = True
 
     @property
     def max_model_len(self) -> int | None:
@@ -75,11 +80,10 @@ class ManagedEngine(ABC):
     def _generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParams, max_steps: int | None
     ) -> list[Generation]:
-        """Samples in request order. Returns partial ones once `_abort_running` was called."""
+        """Samples in request order. Returns partial ones soon after `_aborted` was set in another thread."""
 
-    @abstractmethod
-    def _abort_running(self) -> None:
-        """Make the `_generate` that runs in another thread return soon with partial samples."""
+    def _abort_running(self) -> None:  # noqa: B027 - most engines look at `_aborted`
+        """Interrupt the `_generate` that runs in another thread."""
 
     def _discard_unfinished(self) -> None:  # noqa: B027 - most engines leave nothing behind
         """Drop the requests that a failed `_generate` left in the engine."""
@@ -152,10 +156,15 @@ class ManagedEngine(ABC):
         if max_steps is not None and max_steps < 1:
             raise ValueError(f"max_steps={max_steps}: give at least 1, or None for no step budget")
         check_requests(requests, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        if not self._takes_images and any(request.images for request in requests):
+            raise UnsupportedCombinationError(
+                f"engine {self.contract.engine!r} and images: its model takes text only, send requests without images "
+                f"or build the engine on a vision-language model"
+            )
         if not self._running.acquire(blocking=False):
             raise EngineStateError("generate refused, another generate call is running: wait for it or call abort()")
         try:
-            self._running_requests = len(requests)
+            self._count_running(len(requests))
             self._log_sampling(sampling)
             samples = self._generate(requests, sampling, max_steps) if requests else []
         except BaseException:
@@ -163,10 +172,15 @@ class ManagedEngine(ABC):
             self._discard_unfinished()
             raise
         finally:
-            self._running_requests = 0
+            self._count_running(0)
             self._running.release()
         assert len(samples) == len(requests) * sampling.n, (len(samples), len(requests), sampling.n)
         return samples
+
+    def _count_running(self, requests: int) -> None:
+        with self._counting:
+            self._running_requests = requests
+            self._aborted.clear()
 
     def _log_sampling(self, sampling: SamplingParams) -> None:
         facts = (sampling.temperature, sampling.top_p, sampling.top_k)
@@ -178,7 +192,10 @@ class ManagedEngine(ABC):
 
     def abort(self) -> int:
         """See `RolloutEngine`."""
-        count = self._running_requests
+        with self._counting:
+            count = self._running_requests
+            if count:
+                self._aborted.set()
         if count:
             self._abort_running()
             logger.warning("engine %s aborted %d unfinished requests", self.contract.engine, count)

@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Mapping
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
@@ -22,7 +24,7 @@ class SleepMemory:
         self.rounds: list[dict[str, int]] = []
 
     def record(self, in_use: Mapping[str, int]) -> int:
-        """Take the bytes in use by owner ("weights", "kv_cache", "cuda_graphs", "other"); growth since round 2."""
+        """Take the bytes in use by owner (the engine's own names); growth since round 2."""
         reading = dict(in_use)
         self.rounds.append(reading)
         logger.info(
@@ -40,3 +42,22 @@ class SleepMemory:
                 total // _MIB, self._limit_bytes // _MIB, owner, growth[owner] // _MIB,
             )  # fmt: skip
         return total
+
+
+def cuda_memory_in_use(*, given_back: int = 0) -> dict[str, int]:
+    """Bytes of the current CUDA device in use, by owner.
+
+    "torch tensors" are those of this process, "torch cache" what its allocator keeps beside them, "outside torch"
+    everything else: CUDA contexts, workspaces, NCCL and other processes.
+
+    Args:
+        given_back: bytes that torch's allocator counts as its own although a sleeping engine has given them back.
+    """
+    free, total = torch.cuda.mem_get_info()
+    allocated = max(torch.cuda.memory_allocated() - given_back, 0)
+    reserved = max(torch.cuda.memory_reserved() - given_back, allocated)
+    return {
+        "torch tensors": allocated,
+        "torch cache": reserved - allocated,
+        "outside torch": max(total - free - reserved, 0),
+    }

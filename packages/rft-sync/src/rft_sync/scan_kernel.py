@@ -42,14 +42,14 @@ class Table:
 
 
 def takes(piece: Piece) -> bool:
-    """Whether the kernel can read `piece`: dense, on whole words, uncast or cast from fp32 to a half precision."""
+    """Whether the kernel reads `piece`: dense, on 16-byte boundaries, uncast or cast from fp32 to a half precision."""
     tensor = piece.tensor
-    words_fit = tensor.numel() * piece.dtype.itemsize % 4 == 0 and tensor.data_ptr() % 4 == 0
     uncast = tensor.dtype == piece.dtype
     narrowed = tensor.dtype == torch.float32 and piece.dtype in _HALVES
+    aligned = tensor.data_ptr() % 16 == 0 and tensor.numel() * piece.dtype.itemsize % 16 == 0
     countable = piece.dtype in _EXPONENTS or not (piece.dtype.is_floating_point or piece.dtype.is_complex)
     dense = tensor.is_cuda and tensor.is_contiguous() and tensor.numel() > 0
-    return dense and words_fit and countable and (uncast or narrowed)
+    return dense and aligned and countable and (uncast or narrowed)
 
 
 def build_table(pieces: Sequence[Piece]) -> Table:
@@ -120,7 +120,8 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     tile = tl.program_id(0)
     tensor = tl.load(tile_tensor + tile)
     start = tl.load(tile_start + tile)
-    end = tl.load(words + tensor)
+    end = tl.multiple_of(tl.load(words + tensor), 4)
+    start = tl.multiple_of(start, 16)
     address = tl.load(addresses + tensor)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.int64)
@@ -130,12 +131,14 @@ def _scan_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
         place = start + step + lanes
         inside = place < end
         if CAST:
-            values = address.to(tl.pointer_type(tl.float32))
-            low = tl.load(values + 2 * place, mask=inside, other=0.0).to(HALF).to(tl.int16, bitcast=True)
-            high = tl.load(values + 2 * place + 1, mask=inside, other=0.0).to(HALF).to(tl.int16, bitcast=True)
+            values = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+            both = 2 * (start + step) + tl.arange(0, 2 * BLOCK)
+            pairs = tl.load(values + both, mask=both < 2 * end, other=0.0).to(HALF).to(tl.int16, bitcast=True)
+            low, high = tl.split(tl.reshape(pairs, [BLOCK, 2]))
             word = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
         else:
-            word = tl.load(address.to(tl.pointer_type(tl.int32)) + place, mask=inside, other=0)
+            whole = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+            word = tl.load(whole + place, mask=inside, other=0)
         mixed = (within + step + lanes).to(tl.uint32)
         mixed = (mixed * _FIRST) & _MASK
         mixed = mixed ^ (mixed >> 15)

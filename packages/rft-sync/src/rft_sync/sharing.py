@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from rft_sync.errors import UnsupportedCombination
-from rft_sync.live import is_kind
 from rft_sync.receivers.protocol import SharingReceiver
 from rft_sync.receivers.replay import same_place
 from rft_sync.sources.assembly import CheckpointSource
@@ -79,13 +78,14 @@ def share_weights(source: CheckpointSource, receiver: SharingReceiver) -> int:
             "share_weights=False to copy",
             refused,
         )
+    moved_shards = False
     for parameter, home in homes.values():
-        if type(parameter).__name__ == "DTensor" or hasattr(parameter, "_local_tensor"):
-            parameter._local_tensor = home  # type: ignore[attr-defined]
+        if hasattr(parameter, "_local_tensor"):
+            parameter._local_tensor, moved_shards = home, True
         else:
             parameter.data = home
-    if any(is_kind(module, "FSDPModule") for module in source.model.modules()):
-        source.model.load_state_dict({}, strict=False)  # FSDP2 then looks anew where its shards are
+    if moved_shards:
+        source.model.load_state_dict({}, strict=False)  # FSDP2 looks anew where its shards are after any load
     return len(homes)
 
 

@@ -21,5 +21,9 @@ class StaleWeightsError(RFTrainerError, RuntimeError):
     """The engine's weights are older than the optimiser step and no lag is allowed."""
 
 
+class ResidencyError(RFTrainerError, RuntimeError):
+    """Memory that is wanted on the device is on the host."""
+
+
 class CheckpointError(RFTrainerError, RuntimeError):
     """A checkpoint that is incomplete, does not fit the run, or cannot be written."""

@@ -12,12 +12,6 @@ from rft_trainer.models.lora import WithoutAdapters
 from rft_trainer.strategy import Strategy, TrainState
 
 
-def scoring_options(config: RFTConfig) -> dict[str, Any]:
-    """What an `Actor` must be given, so that it scores the distribution that rollouts are sampled from."""
-    names = ("temperature", "top_p", "top_k", "first_token_temperature")
-    return {name: getattr(config, name) for name in names}
-
-
 def build_policy(config: RFTConfig, folder: str, *, bf16: bool) -> Actor:
     """The actor before its backend wraps it: frozen prefixes, adapters and recomputation as configured.
 
@@ -60,14 +54,20 @@ def prepare_critic(config: RFTConfig, strategy: Strategy, model_folder: str) -> 
     critic = Critic(load_causal_model(folder))
     if config.gradient_checkpointing:
         critic.checkpoint_activations()
-    return strategy.prepare(critic, config.critic_optimizer())
+    return strategy.prepare(critic, config.critic_optimizer(), role="critic")
 
 
 def prepare_teacher(config: RFTConfig, strategy: Strategy) -> nn.Module | None:
     """The frozen teacher, scored as the actor is; None without one. Collective over the world."""
     if config.teacher is None:
         return None
-    return strategy.prepare_frozen(_scorer(config, checkpoint_folder(config.teacher), torch.float32))
+    return strategy.prepare_frozen(_scorer(config, checkpoint_folder(config.teacher), torch.float32), role="teacher")
+
+
+def scoring_options(config: RFTConfig) -> dict[str, Any]:
+    """What an `Actor` must be given, so that it scores the distribution that rollouts are sampled from."""
+    names = ("temperature", "top_p", "top_k", "first_token_temperature")
+    return {name: getattr(config, name) for name in names}
 
 
 def _scorer(config: RFTConfig, folder: str, dtype: torch.dtype) -> Actor:

@@ -8,7 +8,7 @@ from rft_engines import GenerationRequest, HFEngine, SamplingParams
 from rft_sync import WeightSyncError
 from rft_trainer.config import OptimizerConfig
 from rft_trainer.errors import StaleWeightsError
-from rft_trainer.models import Actor, load_causal_model
+from rft_trainer.models import Actor, load_causal_model, padded_layout
 from rft_trainer.optim import AdamWConfig
 from rft_trainer.strategy import EngineRuntime, FSDPBackend
 from rft_trainer.testing import tiny_model_folder
@@ -94,3 +94,34 @@ def test_a_failed_update_leaves_an_engine_that_refuses(parts):
     with pytest.raises(StaleWeightsError):
         runtime.generate(REQUESTS, GREEDY)
     runtime.close()
+
+
+def test_an_actor_that_trains_in_the_engines_memory_ends_where_a_copied_one_does(folder):
+    results = []
+    for share in (False, True):
+        with distributed_session():
+            backend = FSDPBackend(torch.device("cpu"))
+            state = backend.prepare(
+                Actor(load_causal_model(folder)), OptimizerConfig(adamw=AdamWConfig(lr=0.1), max_norm=1.0)
+            )
+            groups = build_rollout_groups(ParallelLayout(1, 1, rank=0))
+            runtime = EngineRuntime(HFEngine(folder), groups, share_weights=share)
+            answers = []
+            for _ in range(3):
+                runtime.update_engine_weights(state)
+                answers.append(runtime.generate(REQUESTS, GREEDY)[0].token_ids)
+                layout = padded_layout([torch.tensor([5, 6, 7])], [torch.tensor(answers[-1])], 0)
+                backend.backward(state, state.network(layout).log_probs.mean(), last=True)
+                backend.optimizer_step(state)
+                runtime.note_update()
+            runtime.update_engine_weights(state)
+            engine = dict(runtime.engine.native.named_parameters())
+            addresses = {parameter.data_ptr() for parameter in engine.values()}
+            trained = [parameter._local_tensor for parameter in state.network.parameters()]
+            assert all(local.data_ptr() in addresses for local in trained) == share
+            results.append((answers, {name: parameter.detach().clone() for name, parameter in engine.items()}))
+            runtime.close()
+            groups.close()
+    (copied, first), (shared, second) = results
+    assert copied == shared
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,6 +1,5 @@
 """The embedded engine."""
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,6 @@ class HFEngine(ManagedEngine):
         self._prefill_tokens = prefill_tokens
         self._seed = seed
         self._calls = 0
-        self._aborted = threading.Event()
         self._storage = ParameterStorage(self._model)
 
     @property
@@ -145,22 +143,16 @@ class HFEngine(ManagedEngine):
             max_tokens=self._max_tokens,
         )
         budget = StepBudget(max_steps, self._aborted.is_set)
-        try:
-            with inference(self._model), grouped_decode(self._model):
-                decoder = Decoder(self._model, prefill_tokens=self._prefill_tokens)
-                for wave in waves:
-                    wave_rows = [row for place in wave.places for row in rows[place]]
-                    decode_wave(decoder, wave, wave_rows, sampling=sampling, stops=stops, budget=budget)
-        finally:
-            self._aborted.clear()
+        with inference(self._model), grouped_decode(self._model):
+            decoder = Decoder(self._model, prefill_tokens=self._prefill_tokens)
+            for wave in waves:
+                wave_rows = [row for place in wave.places for row in rows[place]]
+                decode_wave(decoder, wave, wave_rows, sampling=sampling, stops=stops, budget=budget)
         return [
             row.generation(sample_id(request, row.place), sampling, self.weights_version)
             for request, own in zip(requests, rows, strict=True)
             for row in own
         ]
-
-    def _abort_running(self) -> None:
-        self._aborted.set()
 
     def _release(self, level: SleepLevel) -> None:
         self._storage.release(keep=level is SleepLevel.KEEP_WEIGHTS)

@@ -30,11 +30,13 @@ class ModelFacts:
         vocab_size: ids a prompt may hold.
         max_position_embeddings: positions, None when unlimited.
         eos_token_id: one end id, a list of them, or None.
+        takes_images: whether it is a model of text and images.
     """
 
     vocab_size: int
     max_position_embeddings: int | None
     eos_token_id: int | list[int] | None
+    takes_images: bool
 
 
 def model_facts(model_path: str) -> ModelFacts:
@@ -49,7 +51,7 @@ def model_facts(model_path: str) -> ModelFacts:
     whole = json.loads(path.read_text())
     text = whole.get("text_config") or whole
     end = text.get("eos_token_id", whole.get("eos_token_id"))
-    return ModelFacts(int(text["vocab_size"]), text.get("max_position_embeddings"), end)
+    return ModelFacts(int(text["vocab_size"]), text.get("max_position_embeddings"), end, "vision_config" in whole)
 
 
 def engine_arguments(config: EngineConfig, *, seed: int, base_gpu_id: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """SGLang as a rollout engine: the leader of each TP group owns it, the peers receive its answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from rft_engines.end_tokens import end_token_ids
 from rft_engines.errors import EngineDiedError, UnsupportedCombinationError
 from rft_engines.generation import Generation, GenerationRequest, sample_id
 from rft_engines.lifecycle import ManagedEngine
+from rft_engines.memory import cuda_memory_in_use
 from rft_engines.sampling import SamplingParams
 from rft_engines.seeds import request_seed, sample_seed
 from rft_engines.sglang.arguments import (
@@ -67,6 +68,7 @@ class SGLangEngine(ManagedEngine):
         self._tokenizer = has_tokenizer(config.model_path)
         facts = model_facts(config.model_path)
         self._vocab_size = facts.vocab_size
+        self._takes_images = facts.takes_images
         self._max_model_len = (
             config.max_model_len if config.max_model_len is not None else facts.max_position_embeddings
         )
@@ -218,6 +220,10 @@ class SGLangEngine(ManagedEngine):
             if native:
                 self._on_leader(partial(_resume, native))
                 self._released.difference_update(native)
+
+    def _memory_in_use(self) -> Mapping[str, int]:
+        # The engine's own processes are "outside torch" here. Each rank reads its own device.
+        return cuda_memory_in_use() if torch.cuda.is_available() else {}
 
     def _drop_caches(self) -> bool:
         """Collective over the TP group."""

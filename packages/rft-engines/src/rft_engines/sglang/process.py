@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from rft_engines.errors import EngineDiedError, EngineStartError
@@ -19,6 +20,14 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.25
 # torchrun's store belongs to the trainer: the engine's own rendezvous must not find it.
 _HIDDEN = ("TORCHELASTIC_USE_AGENT_STORE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# A signal is the whole process's, and so is what it says.
+_failed = threading.Event()
+
+
+def note_failure(signal_number: int, frame: FrameType | None) -> None:
+    """Handler of the signal by which SGLang's processes say that they fail. It travels to them by its name."""
+    _failed.set()
 
 
 class EngineProcess:
@@ -34,11 +43,11 @@ class EngineProcess:
         Raises:
             EngineStartError: the engine did not start.
         """
-        self._died = threading.Event()
+        _failed.clear()
         start_method = multiprocessing.get_start_method(allow_none=True)
         self._sigquit = signal.getsignal(signal.SIGQUIT)
         # SGLang's processes send SIGQUIT when they fail, and its own handler kills the trainer with everything else.
-        arguments = {"custom_sigquit_handler": lambda *_: self._died.set()} | arguments
+        arguments = {"custom_sigquit_handler": note_failure} | arguments
         try:
             with preserved_random_state(), environment_variables(dict.fromkeys(_HIDDEN)):
                 self.engine: Any = engine_class(**arguments)
@@ -82,7 +91,7 @@ class EngineProcess:
 
     def _require_alive(self) -> None:
         dead = self.dead_children()
-        if dead or self._died.is_set():
+        if dead or _failed.is_set():
             raise EngineDiedError(
                 f"SGLang's process {dead or '(unknown, it sent SIGQUIT)'} has ended: its own log above says why; "
                 f"close() this engine and create a new one"

@@ -1,6 +1,5 @@
 """An engine without a model: a function gives the logits of each next token."""
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -53,7 +52,6 @@ class ScriptedEngine(ManagedEngine):
         self._contract = contract if contract is not None else sleep_contract("hf")
         self._seed = seed
         self._seconds_per_step = seconds_per_step
-        self._aborted = threading.Event()
         self.calls: list[tuple[tuple[GenerationRequest, ...], SamplingParams]] = []
         self.events: list[str] = []
 
@@ -100,13 +98,10 @@ class ScriptedEngine(ManagedEngine):
         self.calls.append((tuple(requests), sampling))
         steps = StepBudget(max_steps, self._aborted.is_set)
         active = samples
-        try:
-            while active and not steps.spent():
-                time.sleep(self._seconds_per_step)
-                self._step(active, sampling, stops)
-                active = [(request, row) for request, row in active if row.finish_reason is None]
-        finally:
-            self._aborted.clear()
+        while active and not steps.spent():
+            time.sleep(self._seconds_per_step)
+            self._step(active, sampling, stops)
+            active = [(request, row) for request, row in active if row.finish_reason is None]
         return [
             row.generation(sample_id(request, row.place), sampling, self.weights_version) for request, row in samples
         ]
@@ -119,9 +114,6 @@ class ScriptedEngine(ManagedEngine):
         tokens, log_probs = choose_tokens(torch.tensor(scripted, dtype=torch.float32), uniforms, sampling)
         for (_, row), token, log_prob in zip(active, tokens.tolist(), log_probs.tolist(), strict=True):
             row.take(token, log_prob, stops)
-
-    def _abort_running(self) -> None:
-        self._aborted.set()
 
     def _release(self, level: SleepLevel) -> None:
         self.events.append(f"release {int(level)}")

@@ -6,6 +6,8 @@ from typing import Any
 
 from rft_engines.config import EngineConfig
 
+# vLLM wants a number above 0.
+_NO_SHARE = 0.01
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -38,6 +40,8 @@ def engine_arguments(config: EngineConfig, *, seed: int, launched: bool, on_cpu:
         arguments["max_model_len"] = config.max_model_len
     if config.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes
+        # The share decides nothing then, yet vLLM refuses to start when so much is not free beside the trainer.
+        arguments["gpu_memory_utilization"] = _NO_SHARE
     if config.max_rows is not None:
         arguments["max_num_seqs"] = config.max_rows
     if not config.load_weights:

@@ -3,8 +3,7 @@
 import gc
 import logging
 import os
-import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from rft_dist import RolloutGroups
-from rft_engines.answers import sampled_log_prob
 from rft_engines.config import EngineConfig
 from rft_engines.contract import WEIGHTS, SleepContract, SleepLevel, sleep_contract
 from rft_engines.end_tokens import end_token_ids
@@ -22,10 +20,12 @@ from rft_engines.errors import EngineDiedError, UnsupportedCombinationError
 from rft_engines.generation import FinishReason, Generation, GenerationRequest, sample_id
 from rft_engines.isolation import environment_variables, preserved_random_state
 from rft_engines.lifecycle import ManagedEngine
+from rft_engines.memory import cuda_memory_in_use
 from rft_engines.sampling import SamplingParams
 from rft_engines.seeds import request_seed, sample_seed
 from rft_engines.vllm.arguments import engine_arguments, engine_environment
 from rft_engines.vllm.shutdown import kept_process_group
+from rft_engines.vllm.stepping import CoreStepper, StepOutput, Stepper, TextStepper
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +74,14 @@ class VLLMEngine(ManagedEngine):
         model_config = self._llm.llm_engine.model_config
         self._max_model_len = int(model_config.max_model_len)
         self._vocab_size = int(model_config.hf_text_config.vocab_size)
+        self._takes_images = bool(model_config.is_multimodal_model)
         tokenizer = None if arguments.get("skip_tokenizer_init") else self._llm.get_tokenizer()
         self._has_tokenizer = tokenizer is not None
         further = SimpleNamespace(**model_config.try_get_generation_config())
         self._eos = end_token_ids(model_config.hf_text_config, tokenizer, further)
         self._calls = 0
-        self._aborted = threading.Event()
         self._live: dict[str, _Partial] = {}
+        self._stepper: Stepper = CoreStepper(self._llm.llm_engine)
 
     @property
     def contract(self) -> SleepContract:
@@ -118,20 +119,18 @@ class VLLMEngine(ManagedEngine):
 
     def _submit(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[_Partial]:
         partials = []
+        call, self._calls = self._calls, self._calls + 1
         for place, request in enumerate(requests):
-            seed = request.seed if request.seed is not None else request_seed(self._seed, self._calls, place)
+            seed = request.seed if request.seed is not None else request_seed(self._seed, call, place)
             budget = request.token_budget(sampling, self._max_model_len)
             prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
             if request.images:
                 prompt["multi_modal_data"] = {"image": list(request.images)}
             for index in range(sampling.n):
                 partial = _Partial(request, place, index)
-                key = f"{self._calls}-{place}-{index}"
                 native = self._native_sampling(sampling, budget, sample_seed(seed, index))
-                self._live[key] = partial
-                self._llm.llm_engine.add_request(key, prompt, native)
+                self._live[self._stepper.submit(f"{call}-{place}-{index}", prompt, native)] = partial
                 partials.append(partial)
-        self._calls += 1
         return partials
 
     def _generate(
@@ -141,40 +140,41 @@ class VLLMEngine(ManagedEngine):
         if sampling.stop and not self._has_tokenizer:
             raise ValueError(f"SamplingParams.stop={sampling.stop} needs text, and the model folder has no tokenizer")
         engine = self._llm.llm_engine
+        needs_text = bool(sampling.stop) or any(request.images for request in requests)
+        self._stepper = TextStepper(engine) if needs_text else CoreStepper(engine)
         with preserved_random_state():
             partials = self._submit(requests, sampling)
+            unfinished = len(partials)
             steps = 0
-            while self._live:
-                # Every rank of a TP group counts the same steps; abort() must be called on all of them.
-                if self._aborted.is_set() or steps == max_steps:
-                    self._discard_unfinished()
-                    break
-                for output in engine.step():
-                    self._take(output)
-                steps += 1
-        self._aborted.clear()
+            # Every rank of a TP group counts the same steps; abort() must be called on all of them.
+            while unfinished and steps != max_steps and not self._aborted.is_set():
+                outputs = list(self._stepper.step())
+                unfinished -= sum(self._take(output) for output in outputs)
+                # With overlapped scheduling a step may only start work that a later one reports.
+                steps += bool(outputs)
+        self._discard_unfinished()
         return [self._generation(partial, sampling) for partial in partials]
 
-    def _take(self, output: Any) -> None:
-        """Append one step's tokens to their sample."""
-        partial = self._live[output.request_id]
-        (completion,) = output.outputs
-        tokens = list(completion.token_ids)
-        if tokens:
-            partial.tokens.extend(tokens)
-            steps = zip(completion.logprobs[-len(tokens) :], tokens, strict=True)
-            partial.log_probs.extend(sampled_log_prob(candidates, token) for candidates, token in steps)
+    def _take(self, output: StepOutput) -> bool:
+        """Append one step's tokens to their sample; whether it has ended."""
+        partial = self._live.get(output.key)
+        # A step that overlapped with the end of an earlier call may still report a sample of that call.
+        if partial is None:
+            return False
+        partial.tokens.extend(output.token_ids)
+        partial.log_probs.extend(output.log_probs)
         if output.prompt_token_ids and partial.request.images:
             # vLLM replaces each placeholder by as many ids as the picture takes.
             partial.request = replace(partial.request, prompt_token_ids=tuple(output.prompt_token_ids))
-        if output.finished:
-            if completion.finish_reason not in ("stop", "length"):
-                raise EngineDiedError(
-                    f"vLLM ended a request with finish reason {completion.finish_reason!r} "
-                    f"({completion.stop_reason!r}) that nobody asked for"
-                )
-            partial.finish_reason = FinishReason(completion.finish_reason)
-            del self._live[output.request_id]
+        if output.finish_reason is None:
+            return False
+        if output.finish_reason not in ("stop", "length"):
+            raise EngineDiedError(
+                f"vLLM ended a request with finish reason {output.finish_reason!r} ({output.stop_reason!r}) that "
+                f"nobody asked for: its log says why; generate again, or close() this engine and create a new one"
+            )
+        partial.finish_reason = FinishReason(output.finish_reason)
+        return True
 
     def _generation(self, partial: _Partial, sampling: SamplingParams) -> Generation:
         return Generation(
@@ -190,14 +190,11 @@ class VLLMEngine(ManagedEngine):
             top_k=sampling.top_k,
         )
 
-    def _abort_running(self) -> None:
-        self._aborted.set()
-
     def _discard_unfinished(self) -> None:
-        if self._live:
-            self._llm.llm_engine.abort_request(list(self._live))
-            self._live.clear()
-        self._aborted.clear()
+        keys = list(self._live)
+        self._live.clear()
+        if keys:
+            self._stepper.drop(keys)
 
     def _release(self, level: SleepLevel) -> None:
         if not self._may_sleep:
@@ -215,6 +212,14 @@ class VLLMEngine(ManagedEngine):
             for tag in tags:
                 self._llm.wake_up(tags=[tag])
 
+    def _memory_in_use(self) -> Mapping[str, int]:
+        if not self._sleep_mode:
+            return {}
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        # Weights and KV cache lie in a pool that torch goes on counting when the memory behind it is given back.
+        return cuda_memory_in_use(given_back=CuMemAllocator.get_instance().get_current_usage())
+
     def _drop_caches(self) -> bool:
         engine = self._llm.llm_engine
         # Encoder outputs and preprocessed pictures depend on the weights, too.
@@ -227,7 +232,8 @@ class VLLMEngine(ManagedEngine):
             self._llm.wake_up()
         with kept_process_group() if self._shares_process_group else nullcontext():
             self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
+        # The stepper holds the engine, too.
+        del self._llm, self._stepper
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -12,7 +12,7 @@ from rft_sync.manifest import Manifest
 from rft_sync.parameters import Bucket, ParamMeta
 from rft_sync.receivers.destination import Destination, destinations, tied_names
 from rft_sync.receivers.protocol import UpdateSession
-from rft_sync.receivers.replay import LiveCopies
+from rft_sync.receivers.replay import LiveCopies, Replay
 from rft_sync.scan import Piece
 
 
@@ -39,6 +39,7 @@ class ModuleReceiver:
         self._pad_vocabulary = pad_vocabulary
         self._places = destinations(module)
         self._trace: object = tensor_trace(module)
+        self._checked: Manifest | None = None
         self._sent: dict[str, tuple[int, ...]] = {}
         self._copies = LiveCopies()
         self._written: tuple[int, ...] = ()
@@ -87,11 +88,13 @@ class ModuleReceiver:
             raise UnknownTensor("ModuleReceiver takes full weights; merge the adapter (MergedLoRASource)")
         trace = tensor_trace(self._module)
         if trace != self._trace:  # nothing of an earlier layout is remembered
-            self._places, self._trace = destinations(self._module), trace
-        self._check_names(manifest)
-        for meta in manifest.metadata:
-            self._check_fit(meta, self._places[self._rename(meta.name)])
+            self._places, self._trace, self._checked = destinations(self._module), trace, None
+        if manifest is not self._checked:
+            self._check_names(manifest)
+            for meta in manifest.metadata:
+                self._check_fit(meta, self._places[self._rename(meta.name)])
         self.session.open(manifest)
+        self._checked = manifest
         self._sent = {meta.name: meta.shape for meta in manifest.metadata}
 
     def _check_names(self, manifest: Manifest) -> None:
@@ -177,6 +180,11 @@ class ModuleReceiver:
             [target[count:] for target, count in rows.values()],
         )
         self.session.count(manifest.names)
+
+    @property
+    def replay(self) -> Replay | None:
+        """The copies of the last update from live tensors; None before the first."""
+        return self._copies.replay
 
     def sharing_refusal(self) -> str:
         """A module can always be trained in."""

@@ -43,6 +43,11 @@ class Replay:
         return self._graph is not None
 
     @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """(source, target) of every copy."""
+        return list(zip(self._sources, self._targets, strict=True))
+
+    @property
     def nbytes(self) -> int:
         """Bytes that one run writes."""
         return sum(target.nbytes for target in [*self._targets, *self._zeroed])

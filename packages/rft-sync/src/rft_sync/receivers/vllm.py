@@ -24,7 +24,7 @@ from rft_sync.parameters import Bucket, ParamMeta
 from rft_sync.receivers.copy_plan import CopyRecorder, ResolvedPlan
 from rft_sync.receivers.protocol import UpdateSession
 from rft_sync.receivers.random_state import preserved_random_state
-from rft_sync.receivers.replay import LiveCopies, same_place
+from rft_sync.receivers.replay import LiveCopies, Replay, same_place
 from rft_sync.receivers.vllm_model import fills_live_layout, reset_lora_state, struct_fields, without_lora_wrappers
 from rft_sync.scan import Piece
 
@@ -46,7 +46,7 @@ class VLLMReceiver:
 
     Attributes:
         session: Version and usability.
-        lora_request: The request to generate with, after an adapter-only update.
+        lora_request: The request to generate with, after an adapter-only update; None again after a full one.
         plan_refusal: Why copies are not replayed; empty when they are or before the first update.
 
     Raises:
@@ -215,6 +215,11 @@ class VLLMReceiver:
         )
         self.session.count(self.session.manifest.names)
 
+    @property
+    def replay(self) -> Replay | None:
+        """The copies of the last update from live tensors; None before the first."""
+        return self._copies.replay
+
     def sharing_refusal(self) -> str:
         """Why no trainer can train in this engine's memory; empty where one can."""
         if getattr(self._config.model_config, "enable_sleep_mode", False):
@@ -268,6 +273,7 @@ class VLLMReceiver:
                 self._apply_adapter(manifest)
             else:
                 self._finish_weights(self._model())
+                self._drop_adapter()
         self._reset_caches()
         self.session.close(version)
         if hasattr(self._engine(), "set_weight_version"):
@@ -314,6 +320,12 @@ class VLLMReceiver:
         # The adapter stays loaded under its id; a request that reloads would look for the folder.
         self.lora_request = LoRARequest(**fields)
         self._adapter = {}
+
+    def _drop_adapter(self) -> None:
+        """Full weights end the life of an adapter: it belongs to the base weights that it was trained on."""
+        if self.lora_request is not None:
+            self._engine().remove_lora(_ADAPTER_ID)
+            self.lora_request = None
 
     def _reset_caches(self) -> None:
         engine = self._engine()

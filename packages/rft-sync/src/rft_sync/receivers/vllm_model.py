@@ -20,11 +20,16 @@ def fills_live_layout(model: nn.Module, config: Any) -> bool:
         return False
     if any(parameter.numel() == 0 or parameter.is_meta for parameter in model.parameters()):
         return False
-    derived = any(
-        "FusedMoE" in type(module).__name__ or hasattr(module, "W_UK_T") or hasattr(module, "W_UV")
-        for module in model.modules()
-    )
+    derived = any(_is_derived(module) for module in model.modules())
     return not derived and all(parameter.device.type != "cpu" for parameter in model.parameters())
+
+
+def _is_derived(module: nn.Module) -> bool:
+    """Whether the layer's kernels read something else than what its loader fills: experts, absorbed attention."""
+    method = type(getattr(module, "quant_method", None)).__name__
+    experts = any(name in kind for kind in (method, type(module).__name__) for name in ("FusedMoE", "RoutedExperts"))
+    stacked = any(name.startswith(("w13_", "w2_")) for name in module._parameters)
+    return experts or stacked or hasattr(module, "W_UK_T") or hasattr(module, "W_UV")
 
 
 def reset_lora_state(worker: Any) -> None:

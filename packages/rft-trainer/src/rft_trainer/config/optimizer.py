@@ -26,7 +26,7 @@ class OptimizerOptions:
     ema_decay: float = 0.0
     """Decay of a moving average of the actor's weights, which is evaluated and exported in their place; 0: none."""
     adam_offload: bool = False
-    """Keep optimiser state on the host."""
+    """Optimiser state on the host: under ZeRO it is stepped there, under FSDP2 it is on the device in updates."""
 
     def _optimizer_problems(self) -> list[str]:
         problems = below(self, 0, "weight_decay", "max_norm", "actor_learning_rate", "lr_warmup_steps")

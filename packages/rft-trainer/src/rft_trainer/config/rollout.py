@@ -20,6 +20,8 @@ class RolloutOptions:
     """Share of the device that vLLM or SGLang may take."""
     enable_engine_sleep: bool = False
     """Let the engine sleep while the actor trains."""
+    share_engine_weights: bool = False
+    """Train in the engine's own memory, so that an update copies nothing: FSDP2 on one rank, one dtype, no sleep."""
     rollout_batch_size: int = 8
     """Prompts per step, over all ranks."""
     n_samples_per_prompt: int = 8
@@ -45,6 +47,15 @@ class RolloutOptions:
             problems.append(f"top_p is {self.top_p}: give a number in (0, 1]")
         if self.top_k < 0:
             problems.append(f"top_k is {self.top_k}: give 0 (off) or more")
+        if self.share_engine_weights and self.enable_engine_sleep:
+            problems.append(
+                "share_engine_weights and enable_engine_sleep: a sleeping engine drops or moves the memory in which "
+                "the actor would train; leave one of them out"
+            )
+        if self.share_engine_weights and self.engine_type == "sglang":
+            problems.append(
+                "share_engine_weights and engine_type sglang: its weights are in processes of its own; use hf or vllm"
+            )
         if not 0 < self.engine_mem_util < 1:
             problems.append(f"engine_mem_util is {self.engine_mem_util}: give a share between 0 and 1")
         return problems

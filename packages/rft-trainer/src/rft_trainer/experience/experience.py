@@ -29,6 +29,7 @@ class Experience:
     ref_log_probs, teacher_log_probs, values, advantages, returns: [T] fp32; None where no role gives them.
     score: what the reward functions gave; reward: the score after penalties, normalisation and clip.
     step_rewards: (column of the response, reward) of each step that a reward function scored.
+    update_log_probs, update_entropies: [T] fp32, of the last forward of the update, for rollout files.
     expert_counts: [E] how often each expert was chosen for a token of the response; None unless they are balanced.
     """
 
@@ -56,6 +57,8 @@ class Experience:
     reward: float = 0.0
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    update_log_probs: Tensor | None = None
+    update_entropies: Tensor | None = None
 
     def to(self, device: torch.device) -> "Experience":
         """A copy whose tensors lie on `device`."""
@@ -84,6 +87,13 @@ class ExperienceBatch:
     ref_log_probs: Tensor | None
     values: Tensor | None
     returns: Tensor | None
+    rows: tuple[Experience, ...] = ()
+
+    def keep_scores(self, log_probs: Tensor, entropies: Tensor) -> None:
+        """Note what the update computed, [B, T], in the experiences themselves, for rollout files."""
+        kept = torch.stack((log_probs.detach(), entropies.detach())).cpu()
+        for index, row in enumerate(self.rows):
+            row.update_log_probs, row.update_entropies = kept[:, index, : len(row.response_ids)].clone()
 
 
 LAYOUTS: Mapping[str, Callable[[Sequence[Tensor], Sequence[Tensor], int], TokenLayout]] = {
@@ -130,6 +140,7 @@ class Collator:
             ref_log_probs=columns("ref_log_probs"),
             values=columns("values"),
             returns=columns("returns"),
+            rows=tuple(experiences),
         )
 
 

@@ -1,6 +1,8 @@
 """DeepSpeed training: ZeRO stage 0 to 3, gradients owned by the caller."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,17 @@ from torch import Tensor, nn
 from rft_trainer.config import OptimizerConfig
 from rft_trainer.errors import CheckpointError
 from rft_trainer.optim import build_adamw, build_schedule
-from rft_trainer.strategy.protocols import StepReport, TrainState
+from rft_trainer.strategy.checkpoint_engine import ShardFiles
+from rft_trainer.strategy.protocols import Movable, Move, StateMemory, StepReport, TrainState
+from rft_trainer.strategy.residency import (
+    OPTIMIZER_SUFFIX,
+    MovableMemory,
+    RoleMemory,
+    guard,
+    module_tensors,
+    optimizer_tensors,
+    reload_state,
+)
 
 # The trainer marks the last micro-batch itself. Any value above 1 makes DeepSpeed keep the buffers that
 # accumulation needs (with optimiser offload it would otherwise keep only the last gradient); it scales nothing,
@@ -22,18 +34,37 @@ _TAG = "state"
 
 
 class DeepspeedBackend:
-    """TrainingBackend on DeepSpeed.
+    """TrainingBackend and Residency on DeepSpeed.
 
-    Stage 0 is plain data parallelism. With `bf16` DeepSpeed keeps fp32 masters. With `adam_offload` the optimiser
-    lives on the host (stages 1 to 3).
+    Args:
+        device: of this rank.
+        stage: of ZeRO; 0 is plain data parallelism.
+        bf16: compute in bfloat16; DeepSpeed keeps fp32 masters.
+        adam_offload: the optimiser lives and steps on the host (stages 1 to 3).
+        hpz_size: ranks of stage 3's secondary partition (ZeRO++ hpZ); 1: none.
+        overlap: reduce gradients during backward; None: on a GPU.
     """
 
-    def __init__(self, device: torch.device, *, stage: int, bf16: bool = False, adam_offload: bool = False) -> None:
+    resizable = False
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        stage: int,
+        bf16: bool = False,
+        adam_offload: bool = False,
+        hpz_size: int = 1,
+        overlap: bool | None = None,
+    ) -> None:
         self._device = device
         self.name = f"deepspeed zero {stage}"
         self._stage = stage
         self._bf16 = bf16
         self._adam_offload = adam_offload
+        self._hpz_size = hpz_size
+        self._overlap = device.type == "cuda" if overlap is None else overlap
+        self._roles = RoleMemory()
 
     @staticmethod
     def initialise(backend: str, timeout: timedelta) -> None:
@@ -45,7 +76,7 @@ class DeepspeedBackend:
             dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout, dist_init_required=True
         )
 
-    def prepare(self, model: nn.Module, config: OptimizerConfig) -> TrainState:
+    def prepare(self, model: nn.Module, config: OptimizerConfig, *, role: str = "actor") -> TrainState:
         """Hand model and optimiser to DeepSpeed. Collective over the world."""
         import deepspeed
 
@@ -55,22 +86,34 @@ class DeepspeedBackend:
         engine, wrapped, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self._settings(config.max_norm), dist_init_required=False
         )
-        return TrainState(engine, engine.module, wrapped, scheduler, config, release_gathered=lambda: None)
+        rest = MovableMemory(role, lambda: _shards_and_buffers(engine.module), self._device)
+        memory = StateMemory(
+            _EngineMemory(engine, rest) if self._stage and self._device.type != "cpu" else rest,
+            # Not by DeepSpeed's call: stage 3 has it for FusedAdam only, and it brings nothing back alone.
+            MovableMemory(role + OPTIMIZER_SUFFIX, lambda: _optimizer_memory(wrapped, self._stage), self._device),
+        )
+        guard(engine, memory.model)
+        return TrainState(engine, engine.module, wrapped, scheduler, config, memory, release_gathered=lambda: None)
 
-    def prepare_frozen(self, model: nn.Module) -> nn.Module:
+    def prepare_frozen(self, model: nn.Module, *, role: str = "reference") -> nn.Module:
         """A model that is only scored: sharded at stage 3, whole on each rank below. Collective over the world."""
         model.requires_grad_(False).eval()
         model.to(self._device, torch.bfloat16 if self._bf16 else None)
-        if self._stage < 3:
-            return model
-        import deepspeed
+        wrapped: nn.Module = model
+        if self._stage == 3:
+            import deepspeed
 
-        engine, *_ = deepspeed.initialize(model=model, config=self._settings(0.0), dist_init_required=False)
-        engine.eval()
-        return engine  # type: ignore[no-any-return]
+            wrapped, *_ = deepspeed.initialize(model=model, config=self._settings(0.0), dist_init_required=False)
+            wrapped.eval()
+        # Without an optimiser DeepSpeed moves nothing; the shards of stage 3 are tensors like any other.
+        memory = MovableMemory(role, lambda: _shards_and_buffers(model), self._device)
+        self._roles.add_frozen(wrapped, memory)
+        return wrapped
 
     def _settings(self, max_norm: float) -> dict[str, Any]:
-        zero: dict[str, Any] = {"stage": self._stage, "overlap_comm": self._device.type == "cuda"}
+        zero: dict[str, Any] = {"stage": self._stage, "overlap_comm": self._overlap}
+        if self._hpz_size > 1:
+            zero["zero_hpz_partition_size"] = self._hpz_size
         if self._adam_offload:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self._device.type == "cuda"}
         return {
@@ -94,6 +137,7 @@ class DeepspeedBackend:
 
     def optimizer_step(self, state: TrainState) -> StepReport:
         """Clip, step, schedule; skipped on all ranks if one has a gradient that is not finite. Collective."""
+        state.memory.optimizer.reload()
         engine: Any = state.module
         rate = float(state.optimizer.param_groups[0]["lr"])
         if not self._all_finite(state):
@@ -152,9 +196,18 @@ class DeepspeedBackend:
                 optimizer.averaged_gradients[key] = None
                 optimizer.all_grad_tensors[key] = None
 
-    def save(self, state: TrainState, folder: Path) -> None:
-        """Write DeepSpeed's own checkpoint. Collective over the world."""
+    def save(self, state: TrainState, folder: Path, *, background: bool = False) -> Future[Any] | None:
+        """Write DeepSpeed's own checkpoint. Collective over the world.
+
+        With `background` the state is copied to the host and the files are written meanwhile.
+
+        Raises:
+            OSError, RuntimeError: on the rank that cannot write.
+        """
+        reload_state(state)
         engine: Any = state.module
+        files = self._shard_files(engine)
+        files.copies = background
         engine.save_checkpoint(
             str(folder),
             tag=_TAG,
@@ -162,41 +215,115 @@ class DeepspeedBackend:
             # Frozen weights are those of the initial checkpoint, which a resumed run reads anyway.
             exclude_frozen_parameters=True,
         )
+        written = files.written()
+        if background:
+            return written
+        written.result()
+        return None
 
     def load(self, state: TrainState, folder: Path) -> None:
         """Read DeepSpeed's own checkpoint; the world size must be the one that wrote it. Collective over the world."""
+        reload_state(state)
         engine: Any = state.module
+        self._shard_files(engine)
         path, client = engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=False)
         if path is None:
             raise CheckpointError(f"{folder}: DeepSpeed found no checkpoint with tag {_TAG!r} there")
         state.scheduler.load_state_dict(client["scheduler"])
 
-    def offload_model(self, state: TrainState) -> None:
-        """Model parameters to the host, by DeepSpeed's own call; refused where DeepSpeed refuses."""
-        self._move(state, "offload_states", ("lp_params", "hp_params"))
+    def _shard_files(self, engine: Any) -> ShardFiles:
+        """This package's reader and writer in the place of DeepSpeed's, which unpickles whatever a file asks for."""
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
 
-    def reload_model(self, state: TrainState) -> None:
-        """Model parameters back to the device."""
-        self._move(state, "reload_states", None)
+        if not isinstance(engine.checkpoint_engine, ShardFiles):
+            engine.checkpoint_engine = ShardFiles([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
+        return engine.checkpoint_engine
+
+    def memory_of(self, model: TrainState | nn.Module) -> Movable:
+        """Where a trained state's model, or a frozen model, is."""
+        return self._roles.of(model)
+
+    def offload_model(self, model: TrainState | nn.Module) -> None:
+        """Parameters, gradients and buffers to the host. No communication."""
+        self._roles.of(model).offload()
+
+    def reload_model(self, model: TrainState | nn.Module) -> None:
+        """Parameters, gradients and buffers back to the device. No communication."""
+        self._roles.of(model).reload()
 
     def offload_optimizer(self, state: TrainState) -> None:
-        """Optimiser state to the host, by DeepSpeed's own call."""
-        self._move(state, "offload_states", ("optim_states",))
+        """Optimiser state and fp32 masters to the host. No communication."""
+        state.memory.optimizer.offload()
 
     def load_optimizer(self, state: TrainState) -> None:
-        """Optimiser state back to the device."""
-        self._move(state, "reload_states", None)
+        """Optimiser state and fp32 masters back to the device. No communication."""
+        state.memory.optimizer.reload()
 
-    def _move(self, state: TrainState, call: str, names: tuple[str, ...] | None) -> None:
-        if self._device.type == "cpu":
+
+class _EngineMemory:
+    """Movable over a DeepSpeed engine: trained weights and gradients by DeepSpeed's own calls, then what they leave."""
+
+    def __init__(self, engine: Any, rest: MovableMemory) -> None:
+        self.owner = rest.owner
+        self._engine = engine
+        self._rest = rest
+        self._moves: list[Move] = []
+
+    @property
+    def on_host(self) -> bool:
+        return self._rest.on_host
+
+    def offload(self) -> None:
+        if self.on_host:
             return
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
-        engine: Any = state.module
-        if names is None:
-            getattr(engine, call)()
-        else:
-            getattr(engine, call)(include=[OffloadStateTypeEnum(name) for name in names])
+        names = ("lp_params", "lp_grads", "contiguous_grad_buffer")
+        include = [OffloadStateTypeEnum(name) for name in names]
+        self._timed("offload", lambda: self._engine.offload_states(include=include))
+        self._rest.offload()
+
+    def reload(self) -> None:
+        if not self.on_host:
+            return
+        self._timed("reload", self._engine.reload_states)
+        self._rest.reload()
+
+    def require(self, call: str) -> None:
+        self._rest.require(call)
+
+    def take_moves(self) -> list[Move]:
+        taken, self._moves = self._moves + self._rest.take_moves(), []
+        return taken
+
+    def nbytes(self) -> int:
+        return self._rest.nbytes()
+
+    def _timed(self, direction: str, move: Callable[[], None]) -> None:
+        """DeepSpeed waits for its copies itself."""
+        before, start = self.nbytes(), time.perf_counter()
+        move()
+        seconds = time.perf_counter() - start
+        self._moves.append(Move(self.owner, direction, abs(before - self.nbytes()), seconds))
+
+
+def _optimizer_memory(optimizer: Any, stage: int) -> Iterator[Tensor]:
+    """State of the wrapped optimiser, and the fp32 masters that DeepSpeed steps."""
+    yield from optimizer_tensors(getattr(optimizer, "optimizer", optimizer))
+    masters = {
+        0: "fp32_groups_flat_partition",
+        1: "single_partition_of_fp32_groups",
+        2: "single_partition_of_fp32_groups",
+        3: "fp32_partitioned_groups_flat",
+    }
+    yield from getattr(optimizer, masters[stage], ())
+
+
+def _shards_and_buffers(model: nn.Module) -> Iterator[Tensor]:
+    yield from module_tensors(model)
+    yield from (parameter.ds_tensor for parameter in model.parameters() if hasattr(parameter, "ds_tensor"))
 
 
 def quieten() -> None:

@@ -1,6 +1,7 @@
 """The documented Strategy surface: one object for apps that delegates to the backend, the groups and the engine."""
 
 import gc
+import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from rft_dist import DistributedConfig, DistributedSession, ParallelLayout, build_rollout_groups, distributed_session
 from rft_engines import EngineConfig, Generation, GenerationRequest, SamplingParams, create_engine
-from rft_sync import SyncReport
+from rft_sync import SyncReport, source_for
 from rft_trainer.config import OptimizerConfig, RFTConfig
+from rft_trainer.config.distribution import computes_in_bf16
 from rft_trainer.data import DataSampler
 from rft_trainer.export import export_adapter, export_model
 from rft_trainer.strategy.data_parallel import WorldDataParallel
@@ -109,7 +111,7 @@ class Strategy:
     @property
     def bf16(self) -> bool:
         """Compute in bfloat16."""
-        return self.config.precision == "bf16" or (self.config.precision == "auto" and self.device.type == "cuda")
+        return computes_in_bf16(self.config, self.device.type)
 
     # -- training
 
@@ -124,13 +126,13 @@ class Strategy:
             seed=self.config.seed,
         )
 
-    def prepare(self, model: nn.Module, optimizer: OptimizerConfig | None = None) -> TrainState:
+    def prepare(self, model: nn.Module, optimizer: OptimizerConfig | None = None, *, role: str = "actor") -> TrainState:
         """Wrap a model for training. Collective over the world."""
-        return self.backend.prepare(model, optimizer or self.config.actor_optimizer())
+        return self.backend.prepare(model, optimizer or self.config.actor_optimizer(), role=role)
 
-    def prepare_frozen(self, model: nn.Module) -> nn.Module:
+    def prepare_frozen(self, model: nn.Module, *, role: str = "reference") -> nn.Module:
         """Wrap a model that is only scored. Collective over the world."""
-        return self.backend.prepare_frozen(model)
+        return self.backend.prepare_frozen(model, role=role)
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool = True) -> None:
         """Add the gradient of `loss`. Collective over the world."""
@@ -147,7 +149,11 @@ class Strategy:
         seeded = replace(engine, seed=self.layout.engine_seed(self.config.seed))
         made = create_engine(seeded, groups=self.groups, **options)
         self._runtime = EngineRuntime(
-            made, self.groups, enable_sleep=self.config.enable_engine_sleep, max_lag=self.config.max_weight_lag
+            made,
+            self.groups,
+            enable_sleep=self.config.enable_engine_sleep,
+            max_lag=self.config.max_weight_lag,
+            share_weights=self.config.share_engine_weights,
         )
         self._stack.callback(self._runtime.close)
         return self._runtime
@@ -170,13 +176,13 @@ class Strategy:
 
     # -- residency
 
-    def offload_model(self, state: TrainState) -> None:
-        """Model to the host."""
-        self.backend.offload_model(state)
+    def offload_model(self, model: TrainState | nn.Module) -> None:
+        """A trained state's model, or a frozen model, to the host."""
+        self.backend.offload_model(model)
 
-    def reload_model(self, state: TrainState) -> None:
-        """Model back to the device."""
-        self.backend.reload_model(state)
+    def reload_model(self, model: TrainState | nn.Module) -> None:
+        """A trained state's model, or a frozen model, back to the device."""
+        self.backend.reload_model(model)
 
     def offload_optimizer(self, state: TrainState) -> None:
         """Optimiser state to the host."""
@@ -198,10 +204,18 @@ class Strategy:
 
     def save_model(self, state: TrainState, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face folder in safetensors. Collective over the world."""
+        self.backend.reload_model(state)
         export_model(state, folder, tokenizer, group=self.host_group)
+
+    def model_form(self, state: TrainState) -> str:
+        """Names and shapes of the model's weights, as one short text. No communication."""
+        metadata = sorted(source_for(state.checkpoint_module).metadata(), key=lambda meta: meta.name)
+        forms = "\n".join(f"{meta.name} {tuple(meta.shape)}" for meta in metadata)
+        return f"{len(metadata)} tensors, {hashlib.sha256(forms.encode()).hexdigest()[:12]}"
 
     def save_adapter(self, state: TrainState, folder: Path) -> None:
         """Write the adapter of a LoRA actor in PEFT's format. Collective over the world."""
+        self.backend.reload_model(state)
         export_adapter(state, folder, group=self.host_group)
 
     def on_main(self, action: Callable[[], None]) -> None:
@@ -213,7 +227,14 @@ class FSDPV2Strategy(Strategy):
     """Strategy on torch FSDP2; its group comes from torch."""
 
     def _make_backend(self, device: torch.device, bf16: bool) -> FSDPBackend:
-        return FSDPBackend(device, bf16=bf16)
+        config = self.config
+        return FSDPBackend(
+            device,
+            bf16=bf16,
+            shard_size=config.fsdp_shard_size,
+            reshard=config.fsdp_reshard,
+            cpu_offload=config.fsdp_cpu_offload,
+        )
 
 
 class DeepspeedStrategy(Strategy):
@@ -222,7 +243,15 @@ class DeepspeedStrategy(Strategy):
     initialise = staticmethod(DeepspeedBackend.initialise)
 
     def _make_backend(self, device: torch.device, bf16: bool) -> DeepspeedBackend:
-        return DeepspeedBackend(device, stage=self.config.zero_stage, bf16=bf16, adam_offload=self.config.adam_offload)
+        config = self.config
+        return DeepspeedBackend(
+            device,
+            stage=config.zero_stage,
+            bf16=bf16,
+            adam_offload=config.adam_offload,
+            hpz_size=config.zero_hpz_size,
+            overlap=config.zero_overlap,
+        )
 
 
 def get_strategy(args: RFTConfig) -> Strategy:

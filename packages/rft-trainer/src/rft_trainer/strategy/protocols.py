@@ -1,6 +1,7 @@
 """Narrow protocols between the trainer and the machinery of a backend."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,57 @@ import torch
 from torch import Tensor, nn
 
 from rft_trainer.config import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Move:
+    """One finished move: `direction` is offload or reload; seconds are those of the copies."""
+
+    owner: str
+    direction: str
+    nbytes: int
+    seconds: float
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """In 1e9 bytes; 0 when nothing moved."""
+        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+class Movable(Protocol):
+    """The memory of one owner, on the device or on the host. No method communicates."""
+
+    owner: str
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it was offloaded and not brought back in full."""
+        ...
+
+    def offload(self) -> None:
+        """To the host; a second call does nothing."""
+
+    def reload(self) -> None:
+        """To the device; a second call does nothing, one after a failure continues."""
+
+    def require(self, call: str) -> None:
+        """Raise ResidencyError, naming `call`, while it is on the host."""
+
+    def take_moves(self) -> list[Move]:
+        """The moves since the last call."""
+        ...
+
+    def nbytes(self) -> int:
+        """Bytes on the device now."""
+        ...
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """Where a trained state is: `model` is parameters, gradients and buffers, `optimizer` what the optimiser keeps."""
+
+    model: Movable
+    optimizer: Movable
 
 
 @dataclass
@@ -27,6 +79,7 @@ class TrainState:
     optimizer: Any
     scheduler: Any
     config: OptimizerConfig
+    memory: StateMemory
     release_gathered: Callable[[], None]
     """Frees whole copies of parameters that a forward without backward leaves behind. No communication."""
 
@@ -49,11 +102,13 @@ class TrainingBackend(Protocol):
     """Wrapping, backward, optimiser step and sharded state of one backend."""
 
     name: str
+    resizable: bool
+    """A checkpoint can be read by another number of ranks."""
 
-    def prepare(self, model: nn.Module, config: OptimizerConfig) -> TrainState:
-        """Wrap a model and build its optimiser. Collective over the world."""
+    def prepare(self, model: nn.Module, config: OptimizerConfig, *, role: str = "actor") -> TrainState:
+        """Wrap a model and build its optimiser; `role` names it in messages. Collective over the world."""
 
-    def prepare_frozen(self, model: nn.Module) -> nn.Module:
+    def prepare_frozen(self, model: nn.Module, *, role: str = "reference") -> nn.Module:
         """Wrap a model that is only scored. Collective over the world."""
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
@@ -62,23 +117,33 @@ class TrainingBackend(Protocol):
     def optimizer_step(self, state: TrainState) -> StepReport:
         """Clip, step, schedule and clear; skipped on all ranks if any gradient is not finite. Collective."""
 
-    def save(self, state: TrainState, folder: Path) -> None:
-        """Write this rank's shard of model, optimiser and scheduler. Collective over the world."""
+    def save(self, state: TrainState, folder: Path, *, background: bool = False) -> Future[Any] | None:
+        """Write this rank's shard of model, optimiser and scheduler. Collective over the world.
+
+        With `background` the shard is copied to the host and written meanwhile; the future is done when it is on disk.
+        """
 
     def load(self, state: TrainState, folder: Path) -> None:
         """Read what `save` wrote. Collective over the world."""
 
 
 class Residency(Protocol):
-    """Moves a model or its optimiser state between the device and the host; on a CPU nothing moves."""
+    """Moves a model or its optimiser state between the device and the host; on a CPU only the states change.
 
-    def offload_model(self, state: TrainState) -> None: ...
+    A model is a trained state or what `prepare_frozen` returned. Nothing here communicates.
+    """
 
-    def reload_model(self, state: TrainState) -> None: ...
+    def offload_model(self, model: TrainState | nn.Module) -> None:
+        """Parameters, gradients and buffers to the host."""
 
-    def offload_optimizer(self, state: TrainState) -> None: ...
+    def reload_model(self, model: TrainState | nn.Module) -> None:
+        """Parameters, gradients and buffers back to the device."""
 
-    def load_optimizer(self, state: TrainState) -> None: ...
+    def offload_optimizer(self, state: TrainState) -> None:
+        """Optimiser state to the host."""
+
+    def load_optimizer(self, state: TrainState) -> None:
+        """Optimiser state back to the device; `optimizer_step` does it by itself."""
 
 
 class DataParallel(Protocol):
@@ -118,6 +183,11 @@ class RolloutRuntime(Protocol):
         """Finished weight updates of the engine."""
         ...
 
+    @property
+    def weight_lag(self) -> int | None:
+        """Optimiser steps since the last sync; None before the first one."""
+        ...
+
     def generate(self, requests: Sequence[Any], sampling: Any) -> list[Any]:
         """Generations in order, n for each request. Collective over the rollout group."""
 
@@ -128,4 +198,4 @@ class RolloutRuntime(Protocol):
         """Give the next sync this version."""
 
     def awake(self) -> AbstractContextManager[None]:
-        """Engine ready to generate inside, asleep afterwards when sleep is enabled."""
+        """Engine ready to generate inside; asleep afterwards, with its weights kept, if it slept before."""

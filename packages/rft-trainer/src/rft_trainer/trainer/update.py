@@ -190,6 +190,7 @@ class PolicyUpdate:
         collected.add(outputs.metrics)
         collected.add(mismatch_metrics(behaviour, batch.engine_log_probs, mask), "gap/")
         collected.add({"entropy": metric_mean(scores.entropy.detach(), mask)})
+        batch.keep_scores(scores.log_probs, scores.entropy)
         if config.entropy_coef > 0:
             token_loss = token_loss + entropy_bonus(scores.entropy, mask, config.entropy_coef)
         if config.kl_estimator is not None:

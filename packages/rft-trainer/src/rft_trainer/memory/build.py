@@ -1,0 +1,154 @@
+"""The memory of a run's phases from its configuration."""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rft_trainer.config import RFTConfig
+from rft_trainer.errors import ConfigurationError
+from rft_trainer.memory.forecast import ENGINE_WEIGHTS, Cluster, Models, forecast
+from rft_trainer.memory.ledger import MemoryLedger
+from rft_trainer.memory.plan import PlacementPlan, plan_placement
+from rft_trainer.memory.shapes import ModelShapes, model_shapes
+from rft_trainer.memory.stage import Stage, move_metrics
+from rft_trainer.models.lora import WithoutAdapters
+from rft_trainer.strategy import Strategy, TrainState
+from rft_trainer.strategy.protocols import Movable
+from rft_trainer.strategy.residency import OPTIMIZER_SUFFIX, storage_bytes
+
+logger = logging.getLogger("rft_trainer.memory")
+
+
+def placement_plan(config: RFTConfig, trained: tuple[str, ...], frozen: tuple[str, ...]) -> PlacementPlan:
+    """The plan of a run with these models."""
+    return plan_placement(
+        trained=trained,
+        frozen=frozen,
+        offload_trained=config.offload_trained,
+        offload_frozen=config.offload_frozen,
+        # Under ZeRO the optimiser itself runs on the host, and its state never leaves it.
+        optimizer_on_host=config.adam_offload and config.fsdp,
+        engine_sleeps=config.enable_engine_sleep,
+    )
+
+
+class StagedMemory:
+    """PhaseMemory of a run: owners are placed when a phase begins and measured when it ends."""
+
+    def __init__(self, stage: Stage, ledger: MemoryLedger) -> None:
+        self.stage = stage
+        self.ledger = ledger
+
+    def enter(self, phase: str) -> None:
+        """Place every owner for `phase`. Collective over the world where the engine's weights are sent again."""
+        if self.stage.enter(phase):
+            self.ledger.slept()
+        self.ledger.begin()
+
+    def leave(self, phase: str) -> None:
+        """Measure."""
+        self.ledger.end(phase)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Seconds and GB/s of this rank's moves since the last step, and the ledger's peaks."""
+        self.ledger.step = step
+        return {**move_metrics(self.stage.take_moves()), **self.ledger.metrics()}
+
+    def table(self) -> str:
+        """The ledger's table."""
+        return self.ledger.table()
+
+
+def phase_memory(
+    config: RFTConfig, strategy: Strategy, *, trained: Mapping[str, TrainState], frozen: Mapping[str, nn.Module]
+) -> StagedMemory:
+    """The memory of a run whose trained models include `actor`; no communication.
+
+    Args:
+        config: the run's settings.
+        strategy: with an engine.
+        trained: name -> state, such as actor and critic.
+        frozen: name -> model as `prepare_frozen` gave it; a reference that is the actor without adapters owns nothing.
+    """
+    owners: dict[str, Movable] = {}
+    for name, state in trained.items():
+        owners[name] = state.memory.model
+        owners[name + OPTIMIZER_SUFFIX] = state.memory.optimizer
+    own = {name: model for name, model in frozen.items() if not isinstance(model, WithoutAdapters)}
+    owners.update({name: strategy.backend.memory_of(model) for name, model in own.items()})
+    plan = placement_plan(config, tuple(trained), tuple(own))
+    runtime, device = strategy.runtime, strategy.device
+    stage = Stage(plan, owners, runtime, trained["actor"], device, full_updates=True)
+    measures: dict[str, Callable[[], int]] = {
+        owner: partial(_resident_bytes, memory, device) for owner, memory in owners.items()
+    }
+    if isinstance(runtime.engine.native, nn.Module):
+        native = runtime.engine.native
+        measures[ENGINE_WEIGHTS] = lambda: storage_bytes(native.parameters(), device)
+    expected = _expected(config, strategy, plan, trained, own)
+    file = config.output_dir / f"memory.rank{strategy.data.rank}.jsonl"
+    return StagedMemory(stage, MemoryLedger(measures, plan, expected, device, file=file))
+
+
+def _resident_bytes(memory: Movable, device: torch.device) -> int:
+    """On a CPU nothing is freed by a move, but the owner is away all the same."""
+    return 0 if memory.on_host and device.type == "cpu" else memory.nbytes()
+
+
+def _expected(
+    config: RFTConfig,
+    strategy: Strategy,
+    plan: PlacementPlan,
+    trained: Mapping[str, TrainState],
+    frozen: Mapping[str, nn.Module],
+) -> Mapping[str, Mapping[str, int]]:
+    """The forecast of the models that are there; empty for an architecture that transformers cannot build by itself."""
+    device = strategy.device
+    capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    cluster = Cluster(ranks=strategy.data.size, device_bytes=capacity, bf16=strategy.bf16)
+    try:
+        models = models_of(
+            config,
+            _hf_config(trained["actor"].network),
+            critic=_hf_config(trained["critic"].network) if "critic" in trained else None,
+            frozen={role: _hf_config(model) for role, model in frozen.items()},
+        )
+    except ConfigurationError as unknown:
+        logger.warning("no forecast beside the measured bytes: %s", unknown)
+        return {}
+    return forecast(config, cluster, plan, models).phases
+
+
+def models_of(
+    config: RFTConfig,
+    actor: Any,
+    *,
+    critic: Any | None,
+    frozen: Mapping[str, Any],
+    shapes: Callable[..., ModelShapes] = model_shapes,
+) -> Models:
+    """Shapes of a run's models from their Hugging Face configurations; `shapes` makes those of one.
+
+    Raises:
+        ConfigurationError: one of them describes no causal model.
+    """
+    base = shapes(actor)
+    policy = base
+    if config.freeze or config.lora_rank:
+        policy = shapes(actor, freeze=config.freeze, adapters=config.adapters(config.seed))
+    trained = {"actor": policy}
+    if critic is not None:
+        trained["critic"] = shapes(critic, critic=True)
+    return Models(trained=trained, frozen={role: shapes(found) for role, found in frozen.items()}, base=base)
+
+
+def _hf_config(model: nn.Module) -> Any:
+    for module in model.modules():
+        found = getattr(module, "config", None)
+        if hasattr(found, "get_text_config"):
+            return found
+    raise ConfigurationError(f"{type(model).__name__} has no Hugging Face configuration")

@@ -1,0 +1,155 @@
+"""What was on the device at the end of each phase, by owner, beside what was expected."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rft_trainer.memory.plan import Placement, PlacementPlan
+
+logger = logging.getLogger("rft_trainer.memory")
+MIB = 1 << 20
+SLACK = "allocator slack"
+OTHER = "other device memory"
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One phase that ended.
+
+    measured: owner -> bytes of its live storages; on a GPU also the allocator's slack, and what is in use on the device
+        outside torch (engines with an allocator of their own, contexts).
+    expected: owner -> bytes by the forecast; empty without one.
+    peak: most bytes that torch had allocated during the phase; on a CPU the sum of what was measured.
+    """
+
+    step: int
+    phase: str
+    measured: Mapping[str, int]
+    expected: Mapping[str, int]
+    peak: int
+
+    def line(self) -> str:
+        """One line for a log, in MiB."""
+        parts = ", ".join(
+            f"{owner} {size / MIB:.1f}" + (f" ({self.expected[owner] / MIB:.1f})" if owner in self.expected else "")
+            for owner, size in self.measured.items()
+        )
+        return f"step {self.step} {self.phase}: peak {self.peak / MIB:.1f} MiB; measured (expected) {parts}"
+
+
+class MemoryLedger:
+    """Keeps an entry for each phase that ends.
+
+    Args:
+        owners: owner -> bytes on the device now.
+        plan: tells which owners should be away.
+        expected: phase -> owner -> bytes.
+        device: of this rank.
+        file: JSONL file of this rank; None keeps none.
+        residue_limit_bytes: growth after sleep that is worth a warning.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, Callable[[], int]],
+        plan: PlacementPlan,
+        expected: Mapping[str, Mapping[str, int]],
+        device: torch.device,
+        *,
+        file: Path | None = None,
+        residue_limit_bytes: int = 64 * MIB,
+    ) -> None:
+        self._owners = dict(owners)
+        self._plan = plan
+        self._expected = expected
+        self._device = device
+        self._file = file
+        self._limit = residue_limit_bytes
+        self._residues: list[int] = []
+        self._last: dict[str, LedgerEntry] = {}
+        self._peaks: dict[str, int] = {}
+        self.warnings: list[str] = []
+        self.step = 0
+
+    def begin(self) -> None:
+        """A phase begins: peaks count from here."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def end(self, phase: str) -> LedgerEntry:
+        """Measure, write down, and warn of owners that the plan says are away."""
+        measured = {owner: measure() for owner, measure in self._owners.items()}
+        for owner, size in measured.items():
+            if size and self._plan.placement(owner, phase) is Placement.HOST:
+                self._warn(f"{owner} holds {size / MIB:.1f} MiB at the end of {phase}: the plan has it on the host")
+        peak = sum(measured.values())
+        if self._device.type == "cuda":
+            allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+            free, total = torch.cuda.mem_get_info(self._device)
+            measured |= {SLACK: reserved - allocated, OTHER: total - free - reserved}
+            peak = torch.cuda.max_memory_allocated(self._device)
+        entry = LedgerEntry(self.step, phase, measured, dict(self._expected.get(phase, {})), peak)
+        self._last[phase] = entry
+        self._peaks[phase] = max(peak, self._peaks.get(phase, 0))
+        logger.info("%s", entry.line())
+        self._write(entry)
+        return entry
+
+    def slept(self) -> None:
+        """The engine has just gone to sleep: what is left should not grow.
+
+        The first two sleeps are left out; engines allocate workspaces in them that stay.
+        """
+        residue = sum(measure() for measure in self._owners.values())
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            residue = total - free
+        self._residues.append(residue)
+        growth = residue - self._residues[min(1, len(self._residues) - 1)]
+        if growth > self._limit:
+            self._warn(
+                f"memory in use after sleep grew by {growth / MIB:.1f} MiB since the second sleep "
+                f"(limit {self._limit / MIB:.0f} MiB): {residue / MIB:.1f} MiB after sleep {len(self._residues)}"
+            )
+
+    def table(self) -> str:
+        """Phases down; largest peak, then the owners as they were when the phase last ended. In MiB."""
+        owners = list(dict.fromkeys(owner for entry in self._last.values() for owner in entry.measured))
+        head = ["phase", "peak", *owners]
+        rows = [
+            [phase, *(f"{size / MIB:.1f}" for size in (self._peaks[phase], *(e.measured.get(o, 0) for o in owners)))]
+            for phase, e in self._last.items()
+        ]
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
+        return "\n".join(["memory of this rank, MiB", *lines])
+
+    def metrics(self) -> dict[str, float]:
+        """Largest peak and largest sum of owners so far, in GiB."""
+        if not self._last:
+            return {}
+        return {
+            "memory/peak_gib": max(self._peaks.values()) / 2**30,
+            "memory/owners_gib": max(sum(entry.measured.values()) for entry in self._last.values()) / 2**30,
+        }
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        logger.warning("%s", text)
+
+    def _write(self, entry: LedgerEntry) -> None:
+        if self._file is None:
+            return
+        row = {
+            "step": entry.step,
+            "phase": entry.phase,
+            "peak": entry.peak,
+            "measured": dict(entry.measured),
+            "expected": dict(entry.expected),
+        }
+        with self._file.open("a") as stream:
+            stream.write(json.dumps(row) + "\n")

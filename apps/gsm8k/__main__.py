@@ -16,11 +16,12 @@ from gsm8k_app.summary import write_summary
 
 from rft_dist import DistError, TorchrunEnvironment
 from rft_engines import EngineError
+from rft_trainer.checkpoint import resolve_resume
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import RFTrainerError
 from rft_trainer.models import quieten_transformers
-from rft_trainer.preflight import claim_output, preflight
+from rft_trainer.preflight import claim_output, dry_run, preflight
 from rft_trainer.roles import build_initial_model, build_policy, prepare_critic, prepare_teacher
 from rft_trainer.session import Ingredients, build_trainer
 from rft_trainer.strategy import Strategy, get_strategy
@@ -30,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run and return the exit code: 0, or 2 for an error of the user's with one line for each problem."""
     rank = "0"
     try:
-        config = parse_config(argv, RECIPES, description="GSM8K by reinforcement fine-tuning")
+        config = resolve_resume(parse_config(argv, RECIPES, description="GSM8K by reinforcement fine-tuning"))
+        if config.dry_run:
+            print(dry_run(config))
+            return 0
         environment = TorchrunEnvironment.from_environ()
         rank = str(environment.rank)
         preflight(config, environment)
@@ -68,9 +72,10 @@ def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
     )
     trainer = build_trainer(config, strategy, ingredients)
     evaluations = trainer.fit()
-    strategy.save_model(actor, config.output_dir / "model", inputs.tokenizer)
-    if config.lora_rank:
-        strategy.save_adapter(actor, config.output_dir / "adapter")
+    with trainer.averaged():
+        strategy.save_model(actor, config.output_dir / "model", inputs.tokenizer)
+        if config.lora_rank:
+            strategy.save_adapter(actor, config.output_dir / "adapter")
     strategy.on_main(lambda: write_summary(config, evaluations, trainer.progress))
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from contracts.workspace import Package, read_toml
 from release.commands import run
@@ -21,12 +21,11 @@ def extras_of(root: Path, name: str) -> list[str]:
     return sorted(extra for row in rows if row.name == name for extra in row.extras)
 
 
-def locked_versions(root: Path) -> dict[str, str]:
-    """Name -> locked version of each library that the lock holds in one version."""
-    found: dict[str, set[str]] = {}
-    for row in tomllib.loads((root / "uv.lock").read_text(encoding="utf-8"))["package"]:
-        found.setdefault(row["name"], set()).add(row.get("version", ""))
-    return {name: version for name, versions in found.items() if len(versions) == 1 for version in versions}
+def tools_of(root: Path) -> list[str]:
+    """What the tests are run with, from the versions in the lock upwards."""
+    rows = read_toml(root / "uv.lock")["package"]
+    locked = {tool: [Version(row["version"]) for row in rows if row["name"] == tool] for tool in TOOLS}
+    return [f"{tool}>={min(versions)}" for tool, versions in locked.items()]
 
 
 def environment(
@@ -71,7 +70,7 @@ def environment(
     options += ["--constraint", str(constraints)] if constraints is not None else []
     interpreter = folder / "bin" / "python"
     command = ("pip", "install", "--quiet", "--python", str(interpreter), "-r", str(requirements), *options)
-    uv(*command, timeout_seconds=3000)
+    uv(*command, root=folder, timeout_seconds=3000)  # not in the checkout, whose settings of uv hold one torch
     return str(interpreter)
 
 
@@ -103,13 +102,12 @@ def unit_tests(interpreter: str, root: Path, package: Package) -> str:
 
 def tried(root: Path, package: Package, wheel: Path, siblings: Sequence[Path], folder: Path, *, lowest: bool) -> str:
     """The unit tests on the wheel, with the locked versions or with the lowest; returns what pytest says last."""
-    locked = locked_versions(root)
     interpreter = environment(
         folder / ("lowest" if lowest else "locked"),
         wheel,
         siblings,
         extras=extras_of(root, package.name),
-        pinned=[f"{tool}=={locked[tool]}" if tool in locked else tool for tool in TOOLS],
+        pinned=tools_of(root),
         constraints=None if lowest else lock_as_constraints(root, folder / "locked.txt"),
         lowest=lowest,
     )

@@ -10,9 +10,11 @@ from rft_trainer.config.algorithm import AlgorithmOptions
 from rft_trainer.config.critic import CriticOptions
 from rft_trainer.config.data import DataOptions
 from rft_trainer.config.distribution import DistributionOptions
+from rft_trainer.config.evaluation import EvaluationOptions
 from rft_trainer.config.lora import LoRAOptions
 from rft_trainer.config.mismatch import MismatchOptions
 from rft_trainer.config.optimizer import OptimizerOptions
+from rft_trainer.config.plan import PlanOptions
 from rft_trainer.config.residency import ResidencyOptions
 from rft_trainer.config.reward import RewardOptions
 from rft_trainer.config.rollout import RolloutOptions
@@ -43,7 +45,9 @@ class RFTConfig(
     SamplingOptions,
     RolloutOptions,
     ResidencyOptions,
+    PlanOptions,
     DistributionOptions,
+    EvaluationOptions,
     DataOptions,
 ):
     """Every setting of a run. Raises ConfigurationError naming field, value and remedy."""
@@ -51,6 +55,7 @@ class RFTConfig(
     def __post_init__(self) -> None:
         problems = [
             *self._data_problems(),
+            *self._evaluation_problems(),
             *self._rollout_problems(),
             *self._algorithm_problems(),
             *self._reward_problems(),
@@ -59,6 +64,8 @@ class RFTConfig(
             *self._mismatch_problems(),
             *self._optimizer_problems(),
             *self._lora_problems(),
+            *self._plan_problems(),
+            *self._distribution_problems(),
             *self._run_problems(),
             *self._batch_problems(),
             *self._adapter_problems(),

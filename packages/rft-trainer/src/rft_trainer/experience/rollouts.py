@@ -3,11 +3,11 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rft_dist import Max, Sum
 from rft_engines import SamplingParams
-from rft_trainer.data import DataSampler, EncodedPrompt, SamplerState
+from rft_trainer.data import EncodedPrompt, Sampler
 from rft_trainer.experience.dynamic import DynamicSampling
 from rft_trainer.experience.experience import Experience
 from rft_trainer.experience.maker import FastExperienceMaker, PhaseTimer
@@ -26,7 +26,7 @@ class Rollouts:
         self,
         *,
         maker: FastExperienceMaker,
-        sampler: DataSampler,
+        sampler: Sampler,
         prompts: Sequence[EncodedPrompt],
         sampling: SamplingParams,
         dynamic: DynamicSampling | None = None,
@@ -73,7 +73,7 @@ class Rollouts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        self._sampler.load_state_dict(cast(SamplerState, state["sampler"]))
+        self._sampler.load_state_dict(state["sampler"])
         if self._dynamic is not None and state["dynamic"] is not None:
             self._dynamic.load_state_dict(state["dynamic"])
 

@@ -1,10 +1,11 @@
 """The training loop, as a list of phases: roll out, score, update, sync, evaluate, save."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -13,11 +14,13 @@ from rft_engines import SamplingParams
 from rft_trainer.algorithms import KLController, effective_sample_size
 from rft_trainer.checkpoint import CheckpointStore, TrainerState
 from rft_trainer.config import RFTConfig
+from rft_trainer.errors import CheckpointError
 from rft_trainer.experience.experience import Experience
 from rft_trainer.experience.maker import FastExperienceMaker, Roles
 from rft_trainer.experience.rollouts import Rollouts
 from rft_trainer.report import MetricLogger
 from rft_trainer.strategy.protocols import DataParallel, RolloutRuntime, TrainingBackend, TrainState
+from rft_trainer.trainer.averaging import WeightAverage
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.metrics import rollout_metrics
 from rft_trainer.trainer.phases import NoPhaseMemory, PhaseClock, PhaseMemory
@@ -61,12 +64,14 @@ class PPOTrainer:
     rollouts: Rollouts
     maker: FastExperienceMaker
     update: PolicyUpdate
+    average: WeightAverage | None
     evaluator: Evaluator | None
     checkpoints: CheckpointStore
     sampling: SamplingParams
     logger: MetricLogger
     progress: Progress
     keep_rollouts: Callable[[int, Sequence[Experience]], None]
+    settings: dict[str, Any] = field(default_factory=dict)
     memory: PhaseMemory = field(default_factory=NoPhaseMemory)
     finished_steps: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -91,6 +96,7 @@ class PPOTrainer:
                 self.evaluate(step)
             if last or (self.config.save_steps and step % self.config.save_steps == 0):
                 self.save()
+        self._settle_save(wait=True)
         self.progress.line(self.memory.table())
         return self.evaluations
 
@@ -98,6 +104,8 @@ class PPOTrainer:
         """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
         step = self.finished_steps + 1
         self._clock.restart()
+        lag = self.runtime.weight_lag
+        self._settle_save()
         experiences, facts = self.rollouts.collect(step, self._clock)
         facts |= self.maker.learnable(experiences, self._roles(), self._clock)
         with self._clock("update"):
@@ -112,6 +120,8 @@ class PPOTrainer:
         facts |= {**counts, "rollout/responses": Sum(float(len(experiences)))}
         facts[TRAINED] = Sum(float(sum(int(e.response_mask.sum()) for e in experiences)))
         metrics = self.data.reduce_metrics({**rollout_metrics(experiences, self.sampling.n), **facts, **update})
+        if lag is not None:
+            metrics["rollout/weight_lag"] = float(lag)
         metrics["sync/version"] = float(report.version)
         metrics["sync/gigabytes_per_second"] = report.gigabytes_per_second
         self._follow(metrics)
@@ -139,6 +149,7 @@ class PPOTrainer:
         seconds = self._clock.seconds()
         metrics.update({f"perf/seconds_{name}": value for name, value in seconds.items()})
         metrics.update(self.memory.metrics(step))
+        metrics["perf/border_share"] = self._clock.border_seconds / seconds["step"]
         metrics["perf/samples_per_second"] = metrics["rollout/responses"] / seconds["step"]
         self.logger.log(step, metrics)
         self.progress.step_line(step, metrics, total_steps=self.config.max_steps)
@@ -148,7 +159,10 @@ class PPOTrainer:
         if self.evaluator is None:
             return {}
         with self._clock("evaluate"):
-            metrics = self.evaluator.evaluate(step)
+            with self.averaged():
+                self._resend()
+                metrics = self.evaluator.evaluate(step)
+            self._resend()
         self.evaluations[step] = metrics
         self.logger.log(step, metrics)
         shown = "  ".join(
@@ -159,8 +173,24 @@ class PPOTrainer:
         self.progress.line(f"evaluation after step {step}: {shown}")
         return metrics
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The moving average stands in the actor inside, for what is evaluated or exported; nothing without one."""
+        with nullcontext() if self.average is None else self.average.applied():
+            yield
+
+    def _resend(self) -> None:
+        """With a moving average: what stands in the actor to the engine, under its present version. Collective."""
+        if self.average is not None:
+            self.runtime.resume(self.runtime.weights_version)
+            self.runtime.update_engine_weights(self.actor)
+
     def save(self) -> None:
-        """Write a checkpoint. Collective over the world."""
+        """Write a checkpoint, or begin to where that is done in the background. Collective over the world.
+
+        Raises:
+            CheckpointError: it cannot be written and `on_save_error` is "stop".
+        """
         state = TrainerState(
             step=self.finished_steps,
             weights_version=self.runtime.weights_version,
@@ -168,20 +198,45 @@ class PPOTrainer:
             strategy=self.backend.name,
             sampler=self.rollouts.state_dict(),
             update={"buffer": self.update.state_dict(), "kl": self.kl.state_dict(), "credit": self.maker.state_dict()},
+            settings=self.settings,
+            evaluations=self.evaluations,
         )
-        with self._clock("checkpoint"):
-            folder = self.checkpoints.save(state, self._save_models)
-        self.progress.line(f"checkpoint {folder}")
+        self._settle_save(wait=True)
+        with self._clock("checkpoint"), self._save_errors():
+            self.checkpoints.begin(state, self._save_models)
+        if not self.config.save_in_background:
+            self._settle_save(wait=True)
 
-    def _save_models(self, folder: Path) -> None:
-        self.backend.save(self.actor, folder)
+    def _settle_save(self, *, wait: bool = False) -> None:
+        """Complete a checkpoint that was begun, if its shards are written. Collective over the world."""
+        with self._clock("checkpoint"), self._save_errors():
+            folder = self.checkpoints.finish() if wait else self.checkpoints.poll()
+            if folder is not None:
+                self.progress.line(f"checkpoint {folder}")
+
+    @contextmanager
+    def _save_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            if self.config.on_save_error == "stop":
+                raise
+            self.progress.line(f"training goes on without a checkpoint: {error}")
+
+    def _save_models(self, folder: Path) -> list[Future[Any]]:
+        background = self.config.save_in_background
+        writes = [self.backend.save(self.actor, folder, background=background)]
         if self.critic is not None:
-            self.backend.save(self.critic, folder / CRITIC_FOLDER)
+            writes.append(self.backend.save(self.critic, folder / CRITIC_FOLDER, background=background))
+        if self.average is not None:
+            self.average.save(folder, self.data.rank)
         self.rollouts.save_held(folder, self.data.rank)
+        return [write for write in writes if write is not None]
 
     def resume(self, state: TrainerState) -> None:
         """Continue after the step that `state` was saved at."""
         self.finished_steps = state.step
+        self.evaluations = dict(state.evaluations)
         self.runtime.resume(state.weights_version)
         self.update.load_state_dict(state.update["buffer"])
         self.kl.load_state_dict(state.update["kl"])

@@ -53,6 +53,7 @@ class UpdateConfig:
     high_entropy_ratio: share of each response's tokens that the policy loss keeps; all stay in the divisor.
     expert_balance_coef: weight of the load balance of experts.
     value_clip: of the critic's loss.
+    replay_on_device: the responses of a step lie on the device during its update.
     train_batch_size: responses per optimiser step over all ranks; None: all of the step.
     keep_groups: mini-batches hold whole groups of group_size.
     """
@@ -68,6 +69,7 @@ class UpdateConfig:
     expert_balance_coef: float
     value_clip: float | None
     epochs: int
+    replay_on_device: bool
     train_batch_size: int | None
     keep_groups: bool
     group_size: int
@@ -144,8 +146,8 @@ class PolicyUpdate:
         Collective over the world.
         """
         self._buffer.clear()
-        self._buffer.extend(experiences)
         config = self._config
+        self._buffer.extend([e.to(self._data.device) for e in experiences] if config.replay_on_device else experiences)
         total = int(self._data.sum(torch.tensor(len(experiences))))
         count = 1 if config.train_batch_size is None else max(1, math.ceil(total / config.train_batch_size))
         size = max(1, math.ceil(len(experiences) / count))
@@ -188,6 +190,7 @@ class PolicyUpdate:
         collected.add(outputs.metrics)
         collected.add(mismatch_metrics(behaviour, batch.engine_log_probs, mask), "gap/")
         collected.add({"entropy": metric_mean(scores.entropy.detach(), mask)})
+        batch.keep_scores(scores.log_probs, scores.entropy)
         if config.entropy_coef > 0:
             token_loss = token_loss + entropy_bonus(scores.entropy, mask, config.entropy_coef)
         if config.kl_estimator is not None:

@@ -31,7 +31,7 @@ from rft_sync.receivers.replay import Replay
 from rft_sync.scan import Scanner
 
 SHAPES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "heads": 4, "kv": 2, "vocab": 512},
+    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "heads": 4, "kv": 2, "vocab": 512},
     "1.5b": {
         "hidden_size": 1536,
         "intermediate_size": 8960,

@@ -149,7 +149,9 @@ class ModuleReceiver:
             target.copy_(tensor)
 
     def takes_live(self, metadata: Sequence[ParamMeta], tensors: Mapping[str, Tensor]) -> bool:
-        """Whether every tensor is on the module's device and rounded once on its way."""
+        """Whether all is on the module's device and rounded once on its way; not in a subclass with its own `load`."""
+        if type(self).load is not ModuleReceiver.load:
+            return False
         for meta in metadata:
             target = self._places[self._rename(meta.name)].live.tensor
             tensor = tensors[meta.name]

@@ -6,7 +6,26 @@ from typing import Any
 
 from torch import nn
 
+from rft_sync.errors import ShapeMismatch
 from rft_sync.live import is_kind
+from rft_sync.manifest import Manifest
+
+_VOCABULARY_NAMES = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
+
+
+def check_vocabulary(manifest: Manifest, rows: int) -> None:
+    """The embeddings that are sent have the `rows` of the engine's vocabulary.
+
+    Raises:
+        ShapeMismatch: With the numbers.
+    """
+    for meta in manifest.metadata:
+        if meta.name.endswith(_VOCABULARY_NAMES) and meta.shape[0] != rows:
+            raise ShapeMismatch(
+                f"{meta.name} has {meta.shape[0]} rows and the engine's vocabulary {rows}; start the engine from a "
+                "checkpoint of the resized model",
+                [meta.name],
+            )
 
 
 def struct_fields(struct: Any) -> Sequence[str]:

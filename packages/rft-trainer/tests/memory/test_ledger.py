@@ -5,7 +5,7 @@ import json
 import torch
 
 from rft_trainer.memory import plan_placement
-from rft_trainer.memory.ledger import MIB, MemoryLedger
+from rft_trainer.memory.ledger import MIB, MemoryLedger, common_pool
 
 PLAN = plan_placement(
     trained=("actor",),
@@ -61,3 +61,15 @@ def test_what_is_left_after_sleep_may_not_grow():
     book.slept()
     assert len(book.warnings) == 1
     assert "grew by 65.0 MiB since the second sleep (limit 64 MiB): 265.0 MiB after sleep 5" in book.warnings[0]
+
+
+def test_private_pools_and_other_devices_are_left_out():
+    segments = [
+        {"device": 0, "segment_pool_id": (0, 0), "total_size": 20, "allocated_size": 12},
+        {"device": 0, "segment_pool_id": (0, 0), "total_size": 2, "allocated_size": 1},
+        {"device": 0, "segment_pool_id": (1, 0), "total_size": 4000, "allocated_size": 4000},
+        {"device": 1, "segment_pool_id": (0, 0), "total_size": 70, "allocated_size": 7},
+    ]
+    assert common_pool(segments, 0) == (22, 13)
+    assert common_pool(segments, 1) == (70, 7)
+    assert common_pool(segments, 2) == (0, 0)

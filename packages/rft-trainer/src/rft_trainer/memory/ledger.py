@@ -104,7 +104,8 @@ class MemoryLedger:
                 self._warn(f"{owner} holds {size / MIB:.1f} MiB at the end of {phase}: the plan has it on the host")
         peak = sum(measured.values())
         if self._device.type == "cuda":
-            reserved, allocated = common_pool(torch.cuda.memory_snapshot(), self._device.index or 0)
+            segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            reserved, allocated = common_pool(segments, self._device.index or 0)
             free, total = torch.cuda.mem_get_info(self._device)
             measured |= {SLACK: reserved - allocated, OTHER: total - free - reserved}
             in_pools = torch.cuda.memory_allocated(self._device) - allocated

@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -200,6 +201,13 @@ def measure_sharing(clock, engine, actor):
     return {"call": row, "call unchecked": bare, "saved_mib": saved / 2**20, "gap": [before, gap(engine, actor)]}
 
 
+def free_port():
+    """A port that nothing on this machine uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def run(size, engine_kind, device, repeats, out):
     """All actors of one size; writes the JSON file."""
     folder = out / f"model-{size}"
@@ -211,7 +219,7 @@ def run(size, engine_kind, device, repeats, out):
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
     }
-    os.environ.setdefault("MASTER_PORT", "29517")
+    os.environ["MASTER_PORT"] = str(free_port())
     if device == "cuda":
         torch.cuda.set_device(0)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")

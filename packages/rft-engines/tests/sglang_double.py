@@ -13,6 +13,7 @@ from rft_engines.hf.sampler import choose_tokens
 from rft_engines.seeds import UniformStream
 
 VOCABULARY = 97
+POSITIONS = 128
 TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
@@ -27,8 +28,9 @@ class Success:
 
 
 class TokenizerManager:
-    def __init__(self):
+    def __init__(self, context_length):
         self.aborted = False
+        self.max_req_input_len = context_length - 6
 
     def abort_request(self, rid="", abort_all=False):
         self.aborted = abort_all
@@ -49,7 +51,8 @@ class Engine:
         self.arguments = kwargs
         self.environment = dict(os.environ)
         self.loop = asyncio.new_event_loop()
-        self.tokenizer_manager = TokenizerManager()
+        self.tokenizer_manager = TokenizerManager(kwargs.get("context_length", POSITIONS))
+        self.last_batch = False
         self.released = set()
         self.running = False
         self.closing = False
@@ -71,6 +74,10 @@ class Engine:
         session_params=None, priority=None, session_id=None, *, cache_salt=None,
     ):  # fmt: skip
         assert not self.released, f"generate with {self.released} released"
+        longest = max(len(prompt) for prompt in input_ids)
+        if longest >= self.tokenizer_manager.max_req_input_len:
+            raise ValueError(f"Input length ({longest} tokens) exceeds the maximum allowed length")
+        self.last_batch = True
         self.calls.append({"input_ids": input_ids, "image_data": image_data, "sampling_params": sampling_params})
         self.running = True
         try:
@@ -108,7 +115,7 @@ class Engine:
             SamplingParams(temperature=wanted["temperature"]),
         )
         meta["output_token_logprobs"].append((float(log_prob[0]), int(token[0]), None))
-        if int(token[0]) in (wanted["stop_token_ids"] or ()):
+        if not wanted["ignore_eos"] and int(token[0]) in (wanted["stop_token_ids"] or ()):
             meta["finish_reason"] = {"type": "stop", "matched": int(token[0])}
         elif len(tokens) + 1 >= wanted["max_new_tokens"]:
             meta["finish_reason"] = {"type": "length", "length": len(tokens) + 1}
@@ -116,10 +123,13 @@ class Engine:
     def flush_cache(self):
         if "kv_cache" in self.released:
             raise RuntimeError("flush with released memory crashes the scheduler")
-        return Success(not self.running)
+        # The first answer after a generation may come before the scheduler has put its last batch away.
+        busy, self.last_batch = self.running or self.last_batch, False
+        return Success(not busy)
 
     def release_memory_occupation(self, tags=None):
-        assert not self.running, "release asserts an idle scheduler"
+        busy = self.running or self.last_batch
+        assert not busy, "release asserts an idle scheduler"
         self.released.update(TAGS if tags is None else tags)
 
     def resume_memory_occupation(self, tags=None):

@@ -40,7 +40,11 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=4, ignore_eos=True)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    facts = {"vocab_size": sglang_double.VOCABULARY, "max_position_embeddings": 128, "eos_token_id": 2}
+    facts = {
+        "vocab_size": sglang_double.VOCABULARY,
+        "max_position_embeddings": sglang_double.POSITIONS,
+        "eos_token_id": 2,
+    }
     (path / "config.json").write_text(json.dumps(facts))
     return str(path)
 
@@ -75,7 +79,8 @@ def test_the_process_is_left_as_it_was(folder, monkeypatch):
     assert "TORCHELASTIC_USE_AGENT_STORE" not in engine.native.environment
     assert "RANK" not in engine.native.environment
     assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    assert engine.native.arguments["context_length"] == engine.max_model_len == 64
+    # SGLang gives six positions of the context to no prompt.
+    assert (engine.native.arguments["context_length"], engine.max_model_len) == (70, 64)
     assert engine.native.arguments["max_running_requests"] == 8
     assert engine.native.arguments["nccl_port"] > 1023
     engine.close()
@@ -115,6 +120,21 @@ def test_unsupported_wishes_are_refused_by_name(folder):
     engine.close()
     with pytest.raises(UnsupportedCombinationError, match="kv_cache_bytes"):
         SGLangEngine(sglang_config(folder, kv_cache_bytes=1), engine_class=sglang_double.Engine)
+
+
+def test_no_more_room_is_promised_than_the_engine_has(folder, caplog):
+    engine = SGLangEngine(sglang_config(folder, max_model_len=126), engine_class=sglang_double.Engine)
+    assert (engine.native.arguments["context_length"], engine.max_model_len) == (128, 122)
+    assert "takes 122 tokens of prompt and response, 126 were asked for" in caplog.text
+    engine.close()
+
+
+def test_end_ids_of_the_generation_config_count(folder, tmp_path):
+    (tmp_path / "config.json").write_text(Path(folder, "config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2], "temperature": 0.3}))
+    engine = SGLangEngine(sglang_config(str(tmp_path)), engine_class=sglang_double.Engine)
+    assert engine.eos_token_ids == (2, 7)
+    engine.close()
 
 
 def test_a_dead_engine_is_noticed_while_it_is_waited_for(folder):

@@ -5,9 +5,11 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rft_engines.config import EngineConfig
+from rft_engines.end_tokens import end_token_ids
 from rft_engines.errors import EngineStartError, UnsupportedCombinationError
 from rft_engines.generation import FinishReason
 from rft_engines.sampling import SamplingParams
@@ -15,6 +17,8 @@ from rft_engines.sampling import SamplingParams
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # SGLang hashes seeds as 32-bit numbers.
 _SEED_LIMIT = 1 << 31
+# Positions of the context that SGLang gives to no prompt.
+RESERVED_POSITIONS = 6
 
 
 def has_tokenizer(model_path: str) -> bool:
@@ -29,13 +33,13 @@ class ModelFacts:
     Attributes:
         vocab_size: ids a prompt may hold.
         max_position_embeddings: positions, None when unlimited.
-        eos_token_id: one end id, a list of them, or None.
+        eos_token_ids: ids that end a sample, those of the generation config too.
         takes_images: whether it is a model of text and images.
     """
 
     vocab_size: int
     max_position_embeddings: int | None
-    eos_token_id: int | list[int] | None
+    eos_token_ids: tuple[int, ...]
     takes_images: bool
 
 
@@ -50,17 +54,23 @@ def model_facts(model_path: str) -> ModelFacts:
         raise EngineStartError(f"no config.json in {model_path!r}: give the folder of a saved transformers model")
     whole = json.loads(path.read_text())
     text = whole.get("text_config") or whole
-    end = text.get("eos_token_id", whole.get("eos_token_id"))
-    return ModelFacts(int(text["vocab_size"]), text.get("max_position_embeddings"), end, "vision_config" in whole)
+    further = Path(model_path, "generation_config.json")
+    generation = json.loads(further.read_text()) if further.is_file() else {}
+    ends = end_token_ids(
+        SimpleNamespace(eos_token_id=text.get("eos_token_id", whole.get("eos_token_id"))),
+        generation_config=SimpleNamespace(eos_token_id=generation.get("eos_token_id")),
+    )
+    return ModelFacts(int(text["vocab_size"]), text.get("max_position_embeddings"), ends, "vision_config" in whole)
 
 
-def engine_arguments(config: EngineConfig, *, seed: int, base_gpu_id: int) -> dict[str, Any]:
+def engine_arguments(config: EngineConfig, *, seed: int, base_gpu_id: int, positions: int | None) -> dict[str, Any]:
     """Keyword arguments of `sglang.Engine`, names that hold from 0.5.14 to 0.5.21.
 
     Args:
         config: the engine's config; its options win.
         seed: of the TP group.
         base_gpu_id: device of the group's first rank.
+        positions: of the model, None when unlimited.
     """
     if config.kv_cache_bytes is not None:
         raise UnsupportedCombinationError(
@@ -83,7 +93,8 @@ def engine_arguments(config: EngineConfig, *, seed: int, base_gpu_id: int) -> di
         "skip_tokenizer_init": not has_tokenizer(config.model_path),
     }
     if config.max_model_len is not None:
-        arguments["context_length"] = config.max_model_len
+        wanted = config.max_model_len + RESERVED_POSITIONS
+        arguments["context_length"] = wanted if positions is None else min(wanted, positions)
     if config.max_rows is not None:
         arguments["max_running_requests"] = config.max_rows
     if not config.load_weights:
@@ -142,3 +153,15 @@ def finish_reason(meta_info: Mapping[str, Any]) -> FinishReason:
     """Why a sample ended; the entry is a dict with a type, or missing on an aborted one."""
     reason = meta_info.get("finish_reason") or {"type": "abort"}
     return FinishReason(reason["type"])
+
+
+def cut_at_stop(tokens: list[int], reason: FinishReason, sampling: SamplingParams) -> tuple[list[int], FinishReason]:
+    """Tokens up to the first stop id and why they end.
+
+    SGLang ends at stop ids itself, but not when it was told to go on past the end ids.
+    """
+    if sampling.ignore_eos:
+        for place, token in enumerate(tokens):
+            if token in sampling.stop_token_ids:
+                return tokens[: place + 1], FinishReason.STOP
+    return tokens, reason

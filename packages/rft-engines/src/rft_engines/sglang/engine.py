@@ -1,5 +1,7 @@
 """SGLang as a rollout engine: the leader of each TP group owns it, the peers receive its answers."""
 
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -10,14 +12,14 @@ import torch.distributed as dist
 from rft_dist import RolloutGroups, raise_together
 from rft_engines.config import EngineConfig
 from rft_engines.contract import KV_CACHE, WEIGHTS, Fate, SleepContract, SleepLevel, sleep_contract
-from rft_engines.end_tokens import end_token_ids
-from rft_engines.errors import EngineDiedError, UnsupportedCombinationError
+from rft_engines.errors import EngineDiedError, EngineStateError, UnsupportedCombinationError
 from rft_engines.generation import Generation, GenerationRequest, sample_id
 from rft_engines.lifecycle import ManagedEngine
 from rft_engines.memory import cuda_memory_in_use
 from rft_engines.sampling import SamplingParams
 from rft_engines.seeds import request_seed, sample_seed
 from rft_engines.sglang.arguments import (
+    cut_at_stop,
     engine_arguments,
     finish_reason,
     has_tokenizer,
@@ -29,7 +31,10 @@ from rft_engines.sglang.process import EngineProcess
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _CUDA_GRAPH_TAG = "cuda_graph"
+_IDLE_SECONDS = 10.0
 
 
 class SGLangEngine(ManagedEngine):
@@ -69,28 +74,43 @@ class SGLangEngine(ManagedEngine):
         facts = model_facts(config.model_path)
         self._vocab_size = facts.vocab_size
         self._takes_images = facts.takes_images
-        self._max_model_len = (
-            config.max_model_len if config.max_model_len is not None else facts.max_position_embeddings
-        )
-        self._eos = end_token_ids(facts)
+        self._eos = facts.eos_token_ids
         self._calls = 0
         self._released: set[str] = set()
         self._process: EngineProcess | None = None
+        room: int | None = None
         error: Exception | None = None
         if self._leads:
             try:
-                self._process = self._started(config, engine_class)
+                self._process = self._started(config, facts.max_position_embeddings, engine_class)
+                room = self._room(config.max_model_len)
             except Exception as failure:  # noqa: BLE001 - raised on all ranks below
                 error = failure
         self._raise_together(error)
+        self._max_model_len = self._shared(room)
 
-    def _started(self, config: EngineConfig, engine_class: Callable[..., Any] | None) -> EngineProcess:
+    def _room(self, wanted: int | None) -> int:
+        """Most tokens of prompt and response: what is wanted, as far as the engine has room for it."""
+        # A prompt must be shorter than this, and it is below the room for prompt and response.
+        room = int(self.native.tokenizer_manager.max_req_input_len)
+        if wanted is not None and wanted > room:
+            logger.warning(
+                "engine sglang takes %d tokens of prompt and response, %d were asked for: the context or the KV cache "
+                "(max_total_tokens) holds no more",
+                room, wanted,
+            )  # fmt: skip
+        return room if wanted is None else min(room, wanted)
+
+    def _started(
+        self, config: EngineConfig, positions: int | None, engine_class: Callable[..., Any] | None
+    ) -> EngineProcess:
         if engine_class is None:
             from sglang import Engine
 
             engine_class = Engine
         device = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        return EngineProcess(engine_class, engine_arguments(config, seed=self._seed, base_gpu_id=device))
+        arguments = engine_arguments(config, seed=self._seed, base_gpu_id=device, positions=positions)
+        return EngineProcess(engine_class, arguments)
 
     @property
     def contract(self) -> SleepContract:
@@ -180,14 +200,15 @@ class SGLangEngine(ManagedEngine):
             request = requests[place]
             # (log-probability, token id, text) of each sampled token.
             steps = answer["meta_info"].get("output_token_logprobs") or ()
+            tokens, reason = cut_at_stop([int(step[1]) for step in steps], finish_reason(answer["meta_info"]), sampling)
             samples.append(
                 Generation(
                     request_id=sample_id(request, place),
                     sample_index=index,
                     prompt_token_ids=request.prompt_token_ids,
-                    token_ids=tuple(int(step[1]) for step in steps),
-                    log_probs=tuple(float(step[0]) for step in steps),
-                    finish_reason=finish_reason(answer["meta_info"]),
+                    token_ids=tuple(tokens),
+                    log_probs=tuple(float(step[0]) for step in steps[: len(tokens)]),
+                    finish_reason=reason,
                     weights_version=self.weights_version,
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
@@ -206,6 +227,8 @@ class SGLangEngine(ManagedEngine):
             raise UnsupportedCombinationError(
                 "engine 'sglang' built with enable_sleep=False and sleep: set EngineConfig.enable_sleep=True"
             )
+        if not self._drop_caches():
+            raise EngineStateError("sleep refused, SGLang still works on requests: call abort() first")
         tags = [KV_CACHE, _CUDA_GRAPH_TAG]
         if self._contract.effect(level).weights is not Fate.KEPT:
             tags.append(WEIGHTS)
@@ -226,14 +249,26 @@ class SGLangEngine(ManagedEngine):
         return cuda_memory_in_use() if torch.cuda.is_available() else {}
 
     def _drop_caches(self) -> bool:
-        """Collective over the TP group."""
-        answer = self._on_leader(lambda engine: engine.flush_cache())
-        return self._shared(bool(getattr(answer, "success", answer)) if self._leads else None)
+        """Collective over the TP group. Afterwards SGLang's scheduler is idle, which sleep needs."""
+        if self._running_requests:
+            return False
+        return self._shared(self._on_leader(_flush))
 
     def _shut_down(self) -> None:
         if self._process is not None:
             self._process.stop()
             self._process = None
+
+
+def _flush(engine: Any) -> bool:
+    """Empty the prefix cache. The scheduler answers before it has put its last batch away, so it may need a moment."""
+    deadline = time.monotonic() + _IDLE_SECONDS
+    while True:
+        answer = engine.flush_cache()
+        flushed = bool(getattr(answer, "success", answer))
+        if flushed or time.monotonic() > deadline:
+            return flushed
+        time.sleep(0.02)
 
 
 def _resume(tags: list[str], engine: Any) -> None:

@@ -124,6 +124,7 @@ class PPOTrainer:
     def step(self) -> dict[str, float]:
         """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
         step = self.finished_steps + 1
+        self.memory.begin(step)
         self._clock.restart()
         lag = self.runtime.weight_lag
         self._settle_save()
@@ -284,6 +285,7 @@ class PPOTrainer:
     def resume(self, state: TrainerState) -> None:
         """Continue after the step that `state` was saved at."""
         self.finished_steps = state.step
+        self.memory.begin(state.step)
         self.evaluations = dict(state.evaluations)
         self.runtime.resume(state.weights_version)
         self.update.load_state_dict(state.update["buffer"])

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from gsm8k_app.inputs import Inputs, prepare_inputs
+from gsm8k_app.inputs import Inputs, prepare_inputs, with_model_folder
 from gsm8k_app.recipes import RECIPES
 from gsm8k_app.rewards import gsm8k_rewards
 from gsm8k_app.summary import write_summary
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = resolve_resume(parse_config(argv, RECIPES, description="GSM8K by reinforcement fine-tuning"))
         if config.dry_run:
-            print(dry_run(config))
+            print(dry_run(with_model_folder(config)))
             return 0
         environment = TorchrunEnvironment.from_environ()
         rank = str(environment.rank)

@@ -1,6 +1,7 @@
 """The moving average of the actor: right numbers, evaluated and exported in its place, and kept over a resume."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from rft_rewards import RewardComputationEngine, RewardRecipe, RewardSample
 from rft_sync import source_for
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import PromptDataset, RecordFields
+from rft_trainer.errors import CheckpointError
 from rft_trainer.models import Actor, load_causal_model, load_tokenizer
 from rft_trainer.session import Ingredients, build_trainer
+from rft_trainer.standalone import checkpointed_actor
 from rft_trainer.strategy import get_strategy
 from rft_trainer.testing import tiny_model_folder
 
@@ -88,10 +91,26 @@ def train(rank, world, settings):
             average = weight_of(actor.checkpoint_module)
         after = weight_of(actor.checkpoint_module)
         engine = dict(runtime.engine.native.named_parameters())[NAME].detach().clone()
+        assert trainer.memory.ledger.warnings == []  # nobody stays who should be away
         return weights, evaluated, average, after, engine, runtime.weights_version
 
 
-@pytest.mark.parametrize("strategy", [{"fsdp": True}, {"fsdp": False, "zero_stage": 2}], ids=["fsdp2", "zero2"])
+def read(rank, world, plans):
+    """The weight that evaluation and conversion of a checkpoint have, for several settings."""
+    found = []
+    for settings in plans:
+        with get_strategy(settings).setup_distributed() as strategy:
+            actor, step = checkpointed_actor(settings, strategy, settings.pretrain)
+            found.append((weight_of(actor.checkpoint_module), step))
+    return found
+
+
+STAGED = {"offload_trained": True, "enable_engine_sleep": True}
+
+
+@pytest.mark.parametrize(
+    "strategy", [{"fsdp": True, **STAGED}, {"fsdp": False, "zero_stage": 2}], ids=["fsdp2", "zero2"]
+)
 def test_the_average_is_evaluated_and_the_weights_go_on(folder, tmp_path, strategy):
     settings = config(folder, tmp_path / "run", save_steps=1, **strategy)
     results = run_ranks(train, 2, settings, timeout_seconds=500)
@@ -106,6 +125,16 @@ def test_the_average_is_evaluated_and_the_weights_go_on(folder, tmp_path, strate
         assert torch.equal(after, weights[-1])
         assert torch.equal(engine, weights[-1])
         assert version == 3
+    last = replace(settings, resume_from=tmp_path / "run" / "checkpoints" / "step_000002")
+    plans = [last, replace(last, ema_decay=0.0)]
+    for ((put, step), (plain, _)), (weights, _, average, *_) in zip(
+        run_ranks(read, 2, plans, timeout_seconds=500), results, strict=True
+    ):
+        assert step == 2
+        assert torch.equal(put, average)
+        assert torch.equal(plain, weights[-1])
+    with pytest.raises(CheckpointError, match="was written by 2 ranks and this run has 1"):
+        run_ranks(read, 1, [last], timeout_seconds=500)
     saved = tmp_path / "run" / "checkpoints" / "step_000001"
     resumed = run_ranks(train, 2, config(folder, tmp_path / "run", resume_from=saved, **strategy), timeout_seconds=500)
     for got, reference in zip(resumed, results, strict=True):

@@ -47,9 +47,9 @@ def prepare_inputs(config: RFTConfig) -> Inputs:
     Raises:
         ConfigurationError: whatever is missing or malformed, with its place and the remedy.
     """
+    config = with_model_folder(config)
     assert config.pretrain is not None
-    bundled = config.pretrain == SMOLLM2
-    folder = str(smollm2_folder(announce=print)) if bundled else checkpoint_folder(config.pretrain)
+    folder = checkpoint_folder(config.pretrain)
     tokenizer = load_tokenizer(folder)
 
     def prompts(source: DataSource, split: Split) -> PromptDataset:
@@ -74,6 +74,17 @@ def prepare_inputs(config: RFTConfig) -> Inputs:
         held_out=held_out,
         engine=engine_config(config, folder),
     )
+
+
+def with_model_folder(config: RFTConfig) -> RFTConfig:
+    """The configuration with the folder of the bundled model in the place of its name.
+
+    Raises:
+        ConfigurationError: the bundled model's package is missing.
+    """
+    if config.pretrain != SMOLLM2:
+        return config
+    return replace(config, pretrain=str(smollm2_folder(announce=print)))
 
 
 def _records(config: RFTConfig, source: DataSource, split: Split) -> list[PromptRecord]:

@@ -168,6 +168,10 @@ def test_settings_that_must_fit():
         "seed",
     }
     assert "max_steps" in fitted_settings(replace(base, lr_scheduler="linear"), "m")
+    placed = {"offload_trained": True, "offload_frozen": True, "plan_device_gib": 40.0}
+    laid_out = {"packing": True, "replay_on_device": True}
+    limits = {"gap_warn": 0.1, "gap_stop": 0.5}  # a run that was stopped by a limit goes on under a higher one
+    assert differing(**placed, **laid_out, **limits) == set()
 
 
 def test_loading_an_older_step_makes_it_the_latest(tmp_path):
@@ -245,6 +249,15 @@ def test_a_checkpoint_in_the_background_is_completed_when_its_files_are_written(
     assert kept.poll() is None
     assert kept.finish() is None
     assert load(root, find_checkpoint(root))[0].step == 1
+    evaluations = {1: {"eval/accuracy": 0.5}}
+    going_on = Future()
+    kept.begin(state(1, evaluations=evaluations), lambda folder: [going_on])
+    assert kept.is_writing
+    evaluations[2] = {"eval/accuracy": 0.75}  # training goes on
+    going_on.set_result(None)
+    assert read_manifest(kept.finish()).evaluations == {1: {"eval/accuracy": 0.5}}
+    assert not kept.is_writing
+    store(root).save(state(1), shards(1))
     failing = Future()
     failing.set_exception(OSError("no space left"))
     kept.begin(state(2), lambda folder: [failing])
@@ -259,7 +272,13 @@ def test_resume_auto(tmp_path):
     folder = store(tmp_path / "checkpoints").save(state(1), shards(1))
     assert resolve_resume(config).resume_from == folder
     assert resolve_resume(replace(config, resume="off")).resume_from is None
-    assert resolve_resume(replace(config, resume_from=tmp_path)).resume_from == tmp_path
+    began = tmp_path / "another_run"
+    assert resolve_resume(replace(config, resume_from=began, output_dir=tmp_path / "new")).resume_from == began
+    assert resolve_resume(replace(config, resume_from=began, resume="off")).resume_from == began
+    # The config.json of a resumed run names the checkpoint of that time; a later one is not thrown away.
+    first = resolve_resume(config)
+    later = store(tmp_path / "checkpoints").save(state(2), shards(2))
+    assert resolve_resume(first).resume_from == later
 
 
 class Hostile:

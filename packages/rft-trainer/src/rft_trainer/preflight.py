@@ -61,7 +61,11 @@ def dry_run(config: RFTConfig) -> str:
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
         environment = TorchrunEnvironment.from_environ({name: str(value) for name, value in variables.items()} | place)
     _raise_all([*_setting_checks(config, environment), *(partial(read_config, f) for f in _model_folders(config))])
-    return describe(make_plan(config, ranks=environment.world_size))
+
+    def check(turned: RFTConfig) -> None:
+        _raise_all(_setting_checks(turned, environment))
+
+    return describe(make_plan(config, ranks=environment.world_size, check=check))
 
 
 def _setting_checks(config: RFTConfig, environment: TorchrunEnvironment) -> list[Callable[[], object]]:

@@ -91,12 +91,25 @@ def finished_steps(config: RFTConfig, resumed: TrainerState | None) -> int | Non
 
 
 def drop_later_files(output_dir: Path, finished: int) -> None:
-    """Remove rollouts and evaluations of steps after `finished`: they are made again, perhaps by other ranks."""
+    """Remove rollouts, evaluations and memory entries of steps after `finished`: they are made again, perhaps by other
+    ranks.
+    """
     for folder in ("rollouts", "evaluation"):
         for file in sorted((output_dir / folder).glob("*.jsonl")):
             step = re.search(r"[-_](\d{6})(?:\.rank\d+)?\.jsonl$", file.name)
             if step is not None and int(step.group(1)) > finished:
                 file.unlink()
+    for file in sorted(output_dir.glob("memory.rank*.jsonl")):
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        file.write_text("".join(line for line in lines if _is_finished(line, finished)), encoding="utf-8")
+
+
+def _is_finished(line: str, finished: int) -> bool:
+    """Whether a line is of a step up to `finished`; one that a kill has cut is of none."""
+    try:
+        return int(json.loads(line)["step"]) <= finished
+    except ValueError:
+        return False
 
 
 def make_loggers(config: RFTConfig, finished: int | None) -> list[MetricLogger]:

@@ -86,6 +86,10 @@ class AloneDataParallel:
         """The value itself."""
         return value
 
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """The values as those of the one rank."""
+        return [list(values)]
+
     def on_main(self, action: Callable[[], None]) -> None:
         """Run it."""
         action()

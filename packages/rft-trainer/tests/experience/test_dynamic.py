@@ -1,6 +1,7 @@
 """Dynamic sampling: groups are judged whole and by raw scores, the batch fills up, nothing is lost, ranks agree."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -18,6 +19,20 @@ class Alone:
 
     def gather(self, values):
         return [list(values)]
+
+
+class Together:
+    """Ranks in threads, whose only collective is `gather`."""
+
+    def __init__(self, rank, size, barrier, seen):
+        self.rank, self.size, self._barrier, self._seen = rank, size, barrier, seen
+
+    def gather(self, values):
+        self._seen[self.rank] = list(values)
+        self._barrier.wait()
+        gathered = list(self._seen)
+        self._barrier.wait()
+        return gathered
 
 
 def group(item, scores, penalty=0.0):
@@ -109,3 +124,29 @@ def test_a_prompt_that_comes_round_again_is_trained_on_once():
     sampling = DynamicSampling(config, data=Alone(), draw=lambda: [7, 8], say=lambda text: None)
     experiences, _ = sampling.collect(1, scored({7: MIXED, 8: MIXED}, []))
     assert [e.group for e in experiences[::SIZE]] == [7, 8]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_what_waited_goes_first_for_every_number_of_ranks(size):
+    barrier, seen = threading.Barrier(size, timeout=60), [[] for _ in range(size)]
+    results = [None] * size
+
+    def rank(number):
+        draw = sampler(4)
+        share = 4 // size
+        mine = lambda: draw()[number * share : (number + 1) * share]  # noqa: E731
+        config = GroupFilter(group_size=SIZE, wanted=4, rounds=2)
+        data = Together(number, size, barrier, seen)
+        sampling = DynamicSampling(config, data=data, draw=mine, say=lambda text: None)
+        sampling.load_state_dict({"waiting": [102, 101, 103]})
+        rollout = lambda items, _: [e for item in items for e in group(item, MIXED)]  # noqa: E731
+        experiences, _ = sampling.collect(1, rollout)
+        results[number] = ([e.group for e in experiences[::SIZE]], sampling.state_dict()["waiting"])
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(item for items, _ in results for item in items) == [0, 101, 102, 103]
+    assert all(waiting == [1, 2, 3] for _, waiting in results)

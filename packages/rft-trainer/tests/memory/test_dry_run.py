@@ -1,6 +1,7 @@
 """A run on paper: a 72B on 64 GPUs from its config.json, by arithmetic that can be done by hand."""
 
 import json
+import sys
 
 import pytest
 
@@ -126,3 +127,26 @@ def test_a_run_that_will_not_fit_is_warned_of_at_its_start(caplog):
     assert not caplog.records
     log_forecast(made, 2 * GIB)
     assert "3.00 GiB in update, the largest phase, and the device has 2.00 GiB" in caplog.text
+
+
+def test_a_knob_that_the_other_settings_or_a_missing_extra_forbid_is_not_advised(folder, monkeypatch):
+    shared = settings(
+        folder,
+        share_engine_weights=True,
+        enable_engine_sleep=False,
+        precision="fp32",
+        engine_tp_size=1,
+        plan_ranks=1,
+        zero_stage=2,
+    )
+    text = dry_run(shared)
+    assert "with --micro_train_batch_size" not in text  # it is 1 already
+    assert "with --gradient_checkpointing" in text
+    for knob in ("--enable_engine_sleep", "--offload_trained", "--lora_rank"):
+        assert f"with {knob}" not in text  # none of them goes with shared weights
+    assert "with --lora_rank" in dry_run(settings(folder))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert "with --lora_rank" not in dry_run(settings(folder))
+    averaged = settings(folder, fsdp=False, zero_stage=2, ema_decay=0.9)
+    assert "with --fsdp" in dry_run(averaged)
+    assert "with --zero_stage 3" not in dry_run(averaged)

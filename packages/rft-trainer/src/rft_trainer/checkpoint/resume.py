@@ -10,14 +10,34 @@ from rft_trainer.config import RFTConfig
 from rft_trainer.config.data import DataOptions
 from rft_trainer.config.distribution import DistributionOptions
 from rft_trainer.config.evaluation import EvaluationOptions
+from rft_trainer.config.plan import PlanOptions
+from rft_trainer.config.residency import ResidencyOptions
 from rft_trainer.config.rollout import RolloutOptions
 from rft_trainer.config.run import RunOptions
 from rft_trainer.errors import CheckpointError
 
 # Groups of settings in which a resumed run may differ; what is new elsewhere must fit until it is known to be free.
-_CHANGEABLE = (RunOptions, RolloutOptions, DistributionOptions, EvaluationOptions, DataOptions)
-# How the work is cut, which changes no result.
-_FREE = frozenset({"micro_train_batch_size", "max_tokens_per_micro_batch"})
+_CHANGEABLE = (
+    RunOptions,
+    RolloutOptions,
+    ResidencyOptions,
+    PlanOptions,
+    DistributionOptions,
+    EvaluationOptions,
+    DataOptions,
+)
+# How the work is cut and laid out, and when a run warns or stops: they change no result.
+_FREE = frozenset(
+    {
+        "micro_train_batch_size",
+        "max_tokens_per_micro_batch",
+        "padding_side",
+        "packing",
+        "replay_on_device",
+        "gap_warn",
+        "gap_stop",
+    }
+)
 _OTHERS = ("rollout_batch_size", "n_samples_per_prompt", "seed")
 
 
@@ -41,10 +61,15 @@ def _is_complete(folder: Path) -> bool:
 
 
 def resolve_resume(config: RFTConfig) -> RFTConfig:
-    """`resume auto` as the checkpoint to continue from, if the output folder holds one; every rank finds the same."""
-    if config.resume != "auto" or config.resume_from is not None:
+    """`resume auto` as the checkpoint to continue from, if the output folder holds one; every rank finds the same.
+
+    The run's own newest checkpoint goes before `resume_from`, which is where the run began: its config.json may name an
+    older one of its own, which a resume has passed since.
+    """
+    if config.resume != "auto":
         return config
-    return replace(config, resume_from=find_checkpoint(config.output_dir / "checkpoints"))
+    newest = find_checkpoint(config.output_dir / "checkpoints")
+    return config if newest is None else replace(config, resume_from=newest)
 
 
 def fitted_settings(config: RFTConfig, model: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ class CheckpointStore:
         assert final is not None
         return final
 
+    @property
+    def is_writing(self) -> bool:
+        """A checkpoint was begun and is not completed; equal on every rank."""
+        return self._writing is not None
+
     def begin(self, state: TrainerState, write_shards: Callable[[Path], Pending]) -> None:
         """Start a checkpoint, after the one that is still being written. Collective over the world.
 
@@ -69,7 +75,8 @@ class CheckpointStore:
         except Exception as failure:  # noqa: BLE001 - raised on all ranks below
             error = failure
         self._together(partial, error)
-        self._writing = _Writing(state, partial, pending)
+        # A copy: the run goes on, and the manifest is written when the shards are.
+        self._writing = _Writing(deepcopy(state), partial, pending)
 
     def poll(self) -> Path | None:
         """Complete the checkpoint in the background if every rank has written its part. Collective over the world.

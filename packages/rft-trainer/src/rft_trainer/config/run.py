@@ -20,7 +20,7 @@ class RunOptions:
     save_steps: int = 0
     """Checkpoint every so many steps; 0: only at the end."""
     resume: Literal["off", "auto"] = "off"
-    """auto: continue from the newest complete checkpoint in output_dir, or start there when it has none."""
+    """auto: continue from the newest complete checkpoint in output_dir; without one begin there, from resume_from."""
     resume_from: Path | None = None
     """A checkpoint folder to continue from."""
     save_in_background: bool = False

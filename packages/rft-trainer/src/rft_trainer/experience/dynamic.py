@@ -59,17 +59,21 @@ class DynamicSampling:
         offsets = [0] * self._data.size
         sampled, rounds, score = 0, 0, 0.0
         while len(found) < config.wanted and rounds < config.rounds:
+            waited = {item: place for place, item in enumerate(self._waiting if rounds == 0 else ())}
             experiences = rollout(self._items(rounds), rounds)
             rounds += 1
             sampled += len(experiences) // config.group_size
             score += sum(e.score for e in experiences)
             groups = self._informative(experiences)
             mine += groups
+            places: list[tuple[int, tuple[int, int]]] = []
             for other, items in enumerate(self._data.gather([group[0].group for group in groups])):
-                for place, item in enumerate(items, start=offsets[other]):
-                    # A prompt that comes round again within a step is trained on once.
-                    found.setdefault(item, (other, place))
+                places += [(item, (other, place)) for place, item in enumerate(items, start=offsets[other])]
                 offsets[other] += len(items)
+            # Every rank had a share of those that waited in front of its share of the new ones.
+            for item, where in sorted(places, key=lambda entry: waited.get(entry[0], len(waited))):
+                # A prompt that comes round again within a step is trained on once.
+                found.setdefault(item, where)
         chosen = list(found.items())
         self._waiting += [item for item, _ in chosen[config.wanted :]]
         chosen = chosen[: config.wanted]

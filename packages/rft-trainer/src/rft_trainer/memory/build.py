@@ -53,9 +53,12 @@ class StagedMemory:
         """Measure."""
         self.ledger.end(phase)
 
+    def begin(self, step: int) -> None:
+        """Later entries of the ledger are of `step`."""
+        self.ledger.step = step
+
     def metrics(self, step: int) -> dict[str, float]:
         """Seconds and GB/s of this rank's moves since the last step, and the ledger's peaks."""
-        self.ledger.step = step
         return {**move_metrics(self.stage.take_moves()), **self.ledger.metrics()}
 
     def table(self) -> str:

@@ -10,6 +10,7 @@ from rft_dist import ParallelLayout
 from rft_trainer.algorithms import AdvantageEstimator
 from rft_trainer.config import RFTConfig
 from rft_trainer.config.distribution import computes_in_bf16
+from rft_trainer.errors import ConfigurationError, UnsupportedCombination
 from rft_trainer.memory.build import models_of, placement_plan
 from rft_trainer.memory.forecast import GIB, Cluster, Forecast, forecast
 from rft_trainer.memory.shapes import ModelShapes, model_shapes, read_config
@@ -43,8 +44,13 @@ class Plan:
         return self.forecast.peak <= self.room
 
 
-def make_plan(config: RFTConfig, *, ranks: int) -> Plan:
+def make_plan(config: RFTConfig, *, ranks: int, check: Callable[[RFTConfig], None] = lambda config: None) -> Plan:
     """Forecast of `config` and of each knob that lowers its peak. Reads config.json files, touches no device.
+
+    Args:
+        config: the run's settings.
+        ranks: of the run.
+        check: raises ConfigurationError for settings that cannot run; a knob that leads to such is left out.
 
     Raises:
         ConfigurationError: no model can be made from them.
@@ -65,11 +71,16 @@ def make_plan(config: RFTConfig, *, ranks: int) -> Plan:
         return made_before[key]
 
     made = _forecast(config, cluster, files, shapes)
-    knobs = {
-        name: changed
-        for name, changes in _changes(config).items()
-        if (changed := _forecast(replace(config, **changes), cluster, files, shapes)).peak < made.peak
-    }
+    knobs: dict[str, Forecast] = {}
+    for name, changes in _changes(config).items():
+        try:
+            turned = replace(config, **changes)
+            check(turned)
+            changed = _forecast(turned, cluster, files, shapes)
+        except (ConfigurationError, UnsupportedCombination):
+            continue  # it does not go with the run's other settings, or not without an extra: no advice
+        if changed.peak < made.peak:
+            knobs[name] = changed
     return Plan(config, cluster, made, knobs)
 
 

@@ -144,7 +144,6 @@ class FSDPBackend:
         Raises:
             CheckpointError: on all ranks, when one cannot write.
         """
-        reload_state(state)
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict import get_state_dict

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rft_trainer.errors import CheckpointError
 from rft_trainer.optim import MovingAverage
 from rft_trainer.strategy.protocols import TrainState
 from rft_trainer.strategy.residency import local_shard
@@ -34,12 +35,26 @@ class WeightAverage:
             yield
             self._state.release_gathered()
 
+    def put(self) -> None:
+        """The averages become the actor's weights, for a process that does not train."""
+        self._state.memory.model.reload()
+        self._state.release_gathered()
+        self._average.copy_to(self._shards())
+
     def save(self, folder: Path, rank: int) -> None:
         """Write this rank's averages."""
         torch.save(self._average.state_dict(), folder / _file(rank))
 
     def load(self, folder: Path, rank: int) -> None:
-        """Read what `save` wrote."""
+        """Read what `save` wrote.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if not (folder / _file(rank)).is_file():
+            raise CheckpointError(
+                f"{folder} holds no moving average of rank {rank}: give --ema_decay 0 for the weights"
+            )
         self._average.load_state_dict(torch.load(folder / _file(rank), weights_only=True))
 
     def _shards(self) -> list[tuple[str, Tensor]]:

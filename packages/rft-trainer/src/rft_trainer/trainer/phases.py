@@ -17,6 +17,9 @@ class PhaseMemory(Protocol):
     def leave(self, phase: str) -> None:
         """The phase has ended well. No communication."""
 
+    def begin(self, step: int) -> None:
+        """The phases from here on belong to `step`. No communication."""
+
     def metrics(self, step: int) -> dict[str, float]:
         """This rank's figures of the step, under `memory/`. No communication."""
         ...
@@ -33,6 +36,9 @@ class NoPhaseMemory:
         """Nothing."""
 
     def leave(self, phase: str) -> None:
+        """Nothing."""
+
+    def begin(self, step: int) -> None:
         """Nothing."""
 
     def metrics(self, step: int) -> dict[str, float]:

@@ -124,6 +124,7 @@ class PPOTrainer:
     def step(self) -> dict[str, float]:
         """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
         step = self.finished_steps + 1
+        self.memory.begin(step)
         self._clock.restart()
         lag = self.runtime.weight_lag
         self._settle_save()
@@ -181,11 +182,8 @@ class PPOTrainer:
         if self.evaluator is None:
             return {}
         start = time.perf_counter()
-        with self._clock("evaluate"):
-            with self.averaged():
-                self._resend()
-                metrics = self.evaluator.evaluate(step)
-            self._resend()
+        with self._average_in_engine(), self._clock("evaluate"):
+            metrics = self.evaluator.evaluate(step)
         self.evaluations[step] = metrics
         self.logger.log(step, {**metrics, "perf/seconds_evaluate": time.perf_counter() - start})
         shown = "  ".join(
@@ -202,11 +200,26 @@ class PPOTrainer:
         with nullcontext() if self.average is None else self.average.applied():
             yield
 
+    @contextmanager
+    def _average_in_engine(self) -> Iterator[None]:
+        """The engine has the moving average inside, and the actor's weights afterwards, both under its present version.
+
+        The actor has its own weights throughout, so it may leave the device. Nothing without an average. Collective
+        over the world.
+        """
+        if self.average is None:
+            yield
+            return
+        with self._clock("sync"), self.averaged():
+            self._resend()
+        yield
+        with self._clock("sync"):
+            self._resend()
+
     def _resend(self) -> None:
-        """With a moving average: what stands in the actor to the engine, under its present version. Collective."""
-        if self.average is not None:
-            self.runtime.resume(self.runtime.weights_version)
-            self.runtime.update_engine_weights(self.actor)
+        """What stands in the actor to the engine, under the engine's present version. Collective over the world."""
+        self.runtime.resume(self.runtime.weights_version)
+        self.runtime.update_engine_weights(self.actor)
 
     def save(self) -> None:
         """Write a checkpoint, or begin to where that is done in the background. Collective over the world.
@@ -232,6 +245,9 @@ class PPOTrainer:
 
     def _settle_save(self, *, wait: bool = False) -> None:
         """Complete a checkpoint that was begun, if its shards are written. Collective over the world."""
+        # Not even the phase begins without one: it would bring models back beside an engine that is awake.
+        if not self.checkpoints.is_writing:
+            return
         with self._clock("checkpoint"), self._save_errors():
             folder = self.checkpoints.finish() if wait else self.checkpoints.poll()
             if folder is not None:
@@ -247,18 +263,29 @@ class PPOTrainer:
             self.progress.line(f"training goes on without a checkpoint: {error}")
 
     def _save_models(self, folder: Path) -> list[Future[Any]]:
-        background = self.config.save_in_background
-        writes = [self.backend.save(self.actor, folder, background=background)]
+        writes = [self._save_model(self.actor, folder)]
         if self.critic is not None:
-            writes.append(self.backend.save(self.critic, folder / CRITIC_FOLDER, background=background))
+            writes.append(self._save_model(self.critic, folder / CRITIC_FOLDER))
         if self.average is not None:
             self.average.save(folder, self.data.rank)
         self.rollouts.save_held(folder, self.data.rank)
         return [write for write in writes if write is not None]
 
+    def _save_model(self, state: TrainState, folder: Path) -> Future[Any] | None:
+        """Write one model; a rank that cannot stops all of them before the next model's collectives."""
+        write: Future[Any] | None = None
+        error: BaseException | None = None
+        try:
+            write = self.backend.save(state, folder, background=self.config.save_in_background)
+        except Exception as failure:  # noqa: BLE001 - raised on all ranks below
+            error = failure
+        self.data.together(error)
+        return write
+
     def resume(self, state: TrainerState) -> None:
         """Continue after the step that `state` was saved at."""
         self.finished_steps = state.step
+        self.memory.begin(state.step)
         self.evaluations = dict(state.evaluations)
         self.runtime.resume(state.weights_version)
         self.update.load_state_dict(state.update["buffer"])

@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -25,141 +26,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from sync_gpu_models import SHAPES, VLLM, Module, build_actor, gap, sharded, write_config
 
 from rft_sync import BroadcastConfig, BroadcastManager, Piece, UnsupportedCombination, receiver_for, source_for
 from rft_sync.receivers.replay import Replay
 from rft_sync.scan import Scanner
-
-SHAPES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "heads": 4, "kv": 2, "vocab": 512},
-    "1.5b": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "heads": 12,
-        "kv": 2,
-        "vocab": 151936,
-    },
-    "7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "heads": 28,
-        "kv": 4,
-        "vocab": 152064,
-    },
-}
-PROMPTS = [[(31 * place + 7 * row) % 400 + 50 for place in range(24)] for row in range(8)]
-
-
-def write_config(size, folder):
-    """A folder that holds nothing but the configuration of the shape."""
-    from transformers import Qwen2Config
-
-    shape = dict(SHAPES[size])
-    heads, kv, vocabulary = shape.pop("heads"), shape.pop("kv"), shape.pop("vocab")
-    config = Qwen2Config(
-        **shape,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        vocab_size=vocabulary,
-        max_position_embeddings=2048,
-        tie_word_embeddings=size != "7b",
-        architectures=["Qwen2ForCausalLM"],
-        dtype="bfloat16",
-    )
-    config.save_pretrained(folder)
-
-
-class VLLM:
-    """vLLM in this process."""
-
-    def __init__(self, folder, device):
-        from vllm import LLM
-
-        options = {"enforce_eager": True} if device == "cpu" else {"kv_cache_memory_bytes": 4 << 30}
-        self.llm = LLM(
-            str(folder),
-            dtype="bfloat16",
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            distributed_executor_backend="external_launcher",
-            max_model_len=1024,
-            max_num_seqs=64,
-            enable_prefix_caching=True,
-            seed=0,
-            **options,
-        )
-        found = []
-        self.llm.apply_model(found.append)
-        self.model = found[0]
-        self.native = self.llm
-
-    def load_weights(self, pairs):
-        from vllm.config import set_current_vllm_config
-
-        with torch.no_grad(), set_current_vllm_config(self.llm.llm_engine.vllm_config):
-            self.model.load_weights(pairs)
-
-    def log_probs(self, prompts):
-        """Greedy tokens and their log-probabilities, per prompt."""
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False, seed=1)
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        found = []
-        for output in self.llm.generate(inputs, sampling, use_tqdm=False):
-            tokens = list(output.outputs[0].token_ids)
-            found.append((tokens, [output.outputs[0].logprobs[i][token].logprob for i, token in enumerate(tokens)]))
-        return found
-
-
-class Module:
-    """A second module as the engine, for the rehearsal."""
-
-    def __init__(self, folder, device):
-        self.model = build_actor(folder, torch.bfloat16, device, seed=9)
-        self.native = self.model
-
-    def load_weights(self, pairs):
-        own = self.model.state_dict()
-        with torch.no_grad():
-            for name, tensor in pairs:
-                own[name].copy_(tensor)
-
-    def log_probs(self, prompts):
-        found = []
-        for prompt in prompts:
-            tokens, values = [], []
-            for _ in range(4):
-                with torch.no_grad():
-                    logits = self.model(torch.tensor([prompt + tokens], device=self.model.device)).logits[0, -1]
-                tokens.append(int(logits.argmax()))
-                values.append(float(torch.log_softmax(logits.float(), -1)[tokens[-1]]))
-            found.append((tokens, values))
-        return found
-
-
-def build_actor(folder, dtype, device, seed):
-    """Random weights of the shape."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
-    model.tie_weights()
-    return model.eval()
-
-
-def sharded(model, device):
-    """FSDP2 on this one rank."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device, (1,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 class Clock:
@@ -226,18 +97,6 @@ def must_equal(model, expected, what):
     found = dict(model.named_parameters())
     wrong = [name for name, value in expected.items() if not torch.equal(found[name], value)]
     assert not wrong, f"after {what} the engine differs from its own loader in {wrong[:5]} ({len(wrong)} in all)"
-
-
-def gap(engine, actor):
-    """Mean and largest difference of log-probabilities between engine and actor on the engine's greedy tokens."""
-    differences = []
-    for prompt, (tokens, theirs) in zip(PROMPTS, engine.log_probs(PROMPTS), strict=True):
-        device = next(actor.parameters()).device
-        with torch.no_grad():
-            logits = actor(torch.tensor([prompt + tokens], device=device)).logits[0, len(prompt) - 1 : -1]
-        mine = torch.log_softmax(logits.float(), -1).gather(-1, torch.tensor(tokens, device=device)[:, None])[:, 0]
-        differences += [abs(a - b) for a, b in zip(theirs, mine.tolist(), strict=True)]
-    return {"mean": statistics.mean(differences), "max": max(differences)}
 
 
 def flat_copy(clock, numel, dtype, device):
@@ -342,12 +201,25 @@ def measure_sharing(clock, engine, actor):
     return {"call": row, "call unchecked": bare, "saved_mib": saved / 2**20, "gap": [before, gap(engine, actor)]}
 
 
+def free_port():
+    """A port that nothing on this machine uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def run(size, engine_kind, device, repeats, out):
     """All actors of one size; writes the JSON file."""
     folder = out / f"model-{size}"
     write_config(size, folder)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.setdefault("MASTER_PORT", "29517")
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    os.environ["MASTER_PORT"] = str(free_port())
     if device == "cuda":
         torch.cuda.set_device(0)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -371,7 +243,8 @@ def run(size, engine_kind, device, repeats, out):
     except UnsupportedCombination as error:
         result["shared memory"] = {"refused": str(error)}
     (out / f"sync-{size}.json").write_text(json.dumps(result, indent=1))
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # all is measured and written; the engine and NCCL would take their time to agree on an end
 
 
 def hardware(device):
@@ -412,7 +285,7 @@ def table(result):
             for mode in ("rotating", "all")
         ]
         print(f"{actor:18} {'; '.join(line)}")
-    print(f"shared memory: {json.dumps(result['shared memory'])}")
+    print(f"shared memory: {json.dumps(result.get('shared memory'))}")
 
 
 def main():
@@ -446,7 +319,7 @@ def main():
             failed.append(size)
     for size in arguments.sizes:
         path = arguments.out / f"sync-{size}.json"
-        if path.is_file() and size not in failed:
+        if path.is_file():
             table(json.loads(path.read_text()))
     if failed:
         sys.exit(f"failed: {failed}; what was measured before is in {arguments.out}")

@@ -9,28 +9,32 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from gsm8k_app.inputs import Inputs, prepare_inputs
+from gsm8k_app.inputs import Inputs, prepare_inputs, with_model_folder
 from gsm8k_app.recipes import RECIPES
 from gsm8k_app.rewards import gsm8k_rewards
 from gsm8k_app.summary import write_summary
 
 from rft_dist import DistError, TorchrunEnvironment
 from rft_engines import EngineError
+from rft_trainer.checkpoint import resolve_resume
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
-from rft_trainer.errors import RFTrainerError
+from rft_trainer.errors import RFTrainerError, RunInterrupted
 from rft_trainer.models import quieten_transformers
-from rft_trainer.preflight import claim_output, preflight
+from rft_trainer.preflight import claim_output, dry_run, preflight
 from rft_trainer.roles import build_initial_model, build_policy, prepare_critic, prepare_teacher
 from rft_trainer.session import Ingredients, build_trainer
 from rft_trainer.strategy import Strategy, get_strategy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and return the exit code: 0, or 2 for an error of the user's with one line for each problem."""
+    """Run and return the exit code: 0, 130 for a signal, 2 for an error of the user's with a line for each problem."""
     rank = "0"
     try:
-        config = parse_config(argv, RECIPES, description="GSM8K by reinforcement fine-tuning")
+        config = resolve_resume(parse_config(argv, RECIPES, description="GSM8K by reinforcement fine-tuning"))
+        if config.dry_run:
+            print(dry_run(with_model_folder(config)))
+            return 0
         environment = TorchrunEnvironment.from_environ()
         rank = str(environment.rank)
         preflight(config, environment)
@@ -41,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with get_strategy(config).setup_distributed() as strategy:
             strategy.on_main(lambda: claim_output(config))
             train(config, inputs, strategy)
+    except RunInterrupted as stopped:
+        if rank == "0":
+            print(stopped, file=sys.stderr)
+        return 130
     except (RFTrainerError, DistError, EngineError) as error:
         for line in str(error).splitlines():
             print(f"[rank {rank}] error: {line}", file=sys.stderr)
@@ -68,9 +76,10 @@ def train(config: RFTConfig, inputs: Inputs, strategy: Strategy) -> None:
     )
     trainer = build_trainer(config, strategy, ingredients)
     evaluations = trainer.fit()
-    strategy.save_model(actor, config.output_dir / "model", inputs.tokenizer)
-    if config.lora_rank:
-        strategy.save_adapter(actor, config.output_dir / "adapter")
+    with trainer.averaged():
+        strategy.save_model(actor, config.output_dir / "model", inputs.tokenizer)
+        if config.lora_rank:
+            strategy.save_adapter(actor, config.output_dir / "adapter")
     strategy.on_main(lambda: write_summary(config, evaluations, trainer.progress))
 
 

@@ -39,12 +39,13 @@ def fragment_violations(package: Package) -> list[str]:
             rows.append(f"{shown(path)}: name it <change>.<kind>.md with a kind of {kinds}")
         elif not path.read_text(encoding="utf-8").strip():
             rows.append(f"{shown(path)}: empty; say what changed for a user")
-    if not fragments and not _has_release(package):
+    if not fragments and not has_release(package):
         rows.append(f"{package.name}: no fragment in changelog.d and no release in CHANGELOG.md")
     return rows
 
 
-def _has_release(package: Package) -> bool:
+def has_release(package: Package) -> bool:
+    """Whether the package's changelog has an entry of a release."""
     _, _, notes = (package.folder / "CHANGELOG.md").read_text(encoding="utf-8").partition(MARKER)
     return bool(notes.strip())
 

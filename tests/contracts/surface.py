@@ -20,7 +20,12 @@ def declared_names(path: Path) -> list[str] | None:
     Raises:
         ValueError: `__all__` is not a literal list of strings.
     """
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    return names_declared_by(path.read_text(encoding="utf-8"), path)
+
+
+def names_declared_by(source: str, path: object) -> list[str] | None:
+    """`declared_names` of a module's text; `path` is for the message."""
+    for node in ast.parse(source).body:
         if _assigned_name(node) == "__all__":
             try:
                 names = ast.literal_eval(node.value)  # type: ignore[attr-defined]

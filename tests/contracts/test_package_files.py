@@ -11,6 +11,7 @@ from contracts.package_files import (
     licence_of_the_repository,
     metadata_violations,
 )
+from contracts.readme_order import ORDER, order_violations
 from contracts.workspace import Package, packages
 
 PACKAGES = packages()
@@ -21,6 +22,28 @@ by_name = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: packa
 def test_files_fragments_and_metadata(package):
     rows = file_violations(package) + fragment_violations(package) + metadata_violations(package)
     assert not rows, "\n".join(rows)
+
+
+@by_name
+def test_the_readme_answers_in_order(package):
+    assert order_violations(package.folder / "README.md") == []
+
+
+@pytest.mark.parametrize(
+    ("headings", "complaint"),
+    [
+        (ORDER, None),
+        (ORDER[:-1], "no heading '## Versions'"),
+        ((ORDER[1], ORDER[0], *ORDER[2:]), "the order of the headings"),
+    ],
+)
+def test_planted_readme(tmp_path, headings, complaint):
+    path = tmp_path / "README.md"
+    path.write_text("\n\n".join(["# rft-x", "What it is for.", *headings]))
+    rows = order_violations(path)
+    assert (rows == []) if complaint is None else complaint in rows[0]
+    path.write_text("\n".join(["# rft-x", *ORDER]))
+    assert "what the package is for" in order_violations(path)[0]
 
 
 @by_name

@@ -8,6 +8,7 @@ graphs, so that the scenarios can be rehearsed.
 
 import json
 import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -306,16 +307,29 @@ def kernel(folder):
 SCENARIOS = {run.__name__: run for run in (twenty_syncs, adapters, masters, shared, kernel)}
 
 
+def free_port():
+    """A port that nothing on this machine uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def main(name, output):
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.setdefault("MASTER_PORT", "29519")
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    os.environ["MASTER_PORT"] = str(free_port())
     if ON_CARD:
         torch.cuda.set_device(0)
     dist.init_process_group("nccl" if ON_CARD else "gloo")
     with tempfile.TemporaryDirectory() as folder:
         found = SCENARIOS[name](model_folder(folder))
     Path(output).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    os._exit(0)  # all is seen and written; the engine and NCCL would take their time to agree on an end
 
 
 if __name__ == "__main__":

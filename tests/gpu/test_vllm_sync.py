@@ -51,7 +51,7 @@ def test_twenty_syncs_sleep_and_faults(tmp_path):
     assert min(found["stale"][1:]) > 5 * MEAN_GAP  # each update was needed
     assert [sync["version"] for sync in found["syncs"]] == list(range(1, 21))
     assert found["syncs"][0]["verified"] > 40
-    assert [sync["verified"] for sync in found["syncs"][1:]] == [4] * 19
+    assert all(sync["verified"] in (3, 4) for sync in found["syncs"][1:])  # a sample of 4; the tied name has no place
     assert found["refusal"] == ""
     assert found["captured"], found["capture refusal"]
     query = ["model.layers.1.self_attn.q_proj.weight"]

@@ -47,7 +47,9 @@ def config(folder, output, **changes):
         kl_in_reward=True,
         kl_target=0.001,
         kl_horizon=40.0,
-        reward_normalisation="centre",
+        # Not "centre": the first gradient of the critic's bias would be 0 but for rounding, and Adam makes a whole step
+        # of its sign.
+        reward_normalisation="scale",
         overlong_buffer=3,
         entropy_coef=0.01,
         importance_sampling="truncate",
@@ -118,7 +120,8 @@ def run(world, settings, **options):
 def assert_same(result, reference, *, exact=False):
     for got, expected in zip(result[2:], reference[2:], strict=True):
         for name, tensor in expected.items():
-            same = torch.equal(got[name], tensor) if exact else torch.allclose(got[name], tensor, atol=5e-5)
+            # A fortieth of one step of the critic: single entries with next to no gradient feel rounding.
+            same = torch.equal(got[name], tensor) if exact else torch.allclose(got[name], tensor, atol=5e-4)
             assert same, name
 
 

@@ -146,7 +146,7 @@ def one_update(probe, state, data, config):
     """(gradients by name, metrics) of one update over this rank's share of the rows."""
     planner = MicroBatchPlanner(data, responses=config.micro_train_batch_size)
     update = PolicyUpdate(
-        update_config(config, data.size),
+        update_config(config),
         backend=probe,
         data=data,
         planner=planner,

@@ -106,8 +106,8 @@ def interrupted(rank, world, settings):
         # In the update, after an optimiser step: the engine lacks weights and says what it wants.
         update = trainer.update
 
-        def half(*args):
-            update(*args)
+        def half(*args, **options):
+            update(*args, **options)
             raise OSError("power cut")
 
         trainer.update = half

@@ -9,8 +9,8 @@ from contracts.workspace import packages
 from release.ranges import requirements_of
 from release.wheels import (
     LARGEST_WHEEL_BYTES,
+    build_both,
     build_wheel,
-    build_wheel_from_sdist,
     contents,
     expected_contents,
     metadata,
@@ -57,7 +57,8 @@ def test_wheel_requires_the_ranges_of_the_project_table_and_no_path(package, whe
 def test_two_builds_and_a_build_from_the_source_distribution_are_equal(package, wheels, tmp_path):
     first = wheels[package.name].read_bytes()
     assert build_wheel(package, tmp_path / "again").read_bytes() == first
-    assert build_wheel_from_sdist(package, tmp_path / "sdist").read_bytes() == first
+    _, from_source = build_both(package, tmp_path / "both")
+    assert from_source.read_bytes() == first
 
 
 def test_a_planted_file_shows_in_the_comparison(tmp_path):

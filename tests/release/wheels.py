@@ -4,44 +4,39 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from zipfile import ZipFile
 
 from packaging.metadata import Metadata
 
 from contracts.workspace import ROOT, Package
+from release.commands import run
 
 LARGEST_WHEEL_BYTES = 1_000_000
 
 
-def uv(*arguments: str, timeout_seconds: float = 300) -> str:
-    """Run uv at the root of the repository and return its output.
+def uv(*arguments: str, root: Path = ROOT, timeout_seconds: float = 300) -> str:
+    """Run uv at the root of a repository and return its output.
 
     Raises:
-        AssertionError: uv failed; the message holds its output.
+        CommandError: uv failed; the message holds its output.
     """
-    program = os.environ.get("UV") or shutil.which("uv")
-    assert program, "uv is not on the PATH"
-    done = subprocess.run(
-        [program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout_seconds, check=False
-    )
-    assert done.returncode == 0, f"uv {' '.join(arguments)}:\n{done.stdout}{done.stderr}"
-    return done.stdout
+    return run(os.environ.get("UV") or shutil.which("uv") or "uv", *arguments, cwd=root, timeout=timeout_seconds)
 
 
 def build_wheel(package: Package, folder: Path) -> Path:
     """The wheel of `package` alone, with the workspace's source table ignored as an index would."""
-    uv("build", "--package", package.name, "--wheel", "--no-sources", "--out-dir", str(folder))
+    uv("build", "--wheel", "--no-sources", "--out-dir", str(folder), str(package.folder))
     (wheel,) = folder.glob(f"{package.import_name}-*.whl")
     return wheel
 
 
-def build_wheel_from_sdist(package: Package, folder: Path) -> Path:
-    """The wheel that the source distribution of `package` builds by itself."""
-    uv("build", "--package", package.name, "--no-sources", "--out-dir", str(folder))
+def build_both(package: Package, folder: Path) -> tuple[Path, Path]:
+    """The source distribution of `package`, and the wheel that it builds by itself, as they are uploaded."""
+    uv("build", "--no-sources", "--out-dir", str(folder), str(package.folder))
     (wheel,) = folder.glob(f"{package.import_name}-*.whl")
-    return wheel
+    (source,) = folder.glob(f"{package.import_name}-*.tar.gz")
+    return source, wheel
 
 
 def contents(wheel: Path) -> set[str]:

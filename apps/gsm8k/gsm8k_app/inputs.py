@@ -1,6 +1,6 @@
 """Model, tokenizer and problems of a run, read and checked on every rank before any process talks to another."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,7 +11,16 @@ from gsm8k_app.rewards import LABEL
 from rft_engines import EngineConfig
 from rft_rewards import extract_gsm8k
 from rft_trainer.config import RFTConfig
-from rft_trainer.data import EncodedPrompt, PromptDataset, PromptRecord, RecordFields, load_records
+from rft_trainer.data import (
+    BlendedDataset,
+    DataSource,
+    EncodedPrompt,
+    PromptDataset,
+    PromptRecord,
+    RecordFields,
+    load_source,
+    parse_sources,
+)
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.models import checkpoint_folder, load_tokenizer
 
@@ -28,7 +37,7 @@ class Inputs:
     model_folder: str
     tokenizer: Any
     train: Sequence[EncodedPrompt]
-    held_out: Sequence[EncodedPrompt]
+    held_out: Mapping[str, Sequence[EncodedPrompt]]
     engine: EngineConfig
 
 
@@ -38,43 +47,68 @@ def prepare_inputs(config: RFTConfig) -> Inputs:
     Raises:
         ConfigurationError: whatever is missing or malformed, with its place and the remedy.
     """
+    config = with_model_folder(config)
     assert config.pretrain is not None
-    assert config.dataset is not None
-    bundled = config.pretrain == SMOLLM2
-    folder = str(smollm2_folder(announce=print)) if bundled else checkpoint_folder(config.pretrain)
+    folder = checkpoint_folder(config.pretrain)
     tokenizer = load_tokenizer(folder)
-    held_out: Sequence[EncodedPrompt] = ()
+
+    def prompts(source: DataSource, split: Split) -> PromptDataset:
+        records = _records(config, source, split)
+        return PromptDataset(
+            records[: config.eval_limit] if split == "test" else records,
+            tokenizer,
+            max_prompt_tokens=config.prompt_max_len,
+        )
+
+    held_out: dict[str, Sequence[EncodedPrompt]] = {
+        source.title: prompts(source, "test") for source in parse_sources(config.eval_sets)
+    }
     if config.eval_dataset is not None:
-        records = _records(config, config.eval_dataset, "test")[: config.eval_limit]
-        held_out = PromptDataset(records, tokenizer, max_prompt_tokens=config.prompt_max_len)
-    train = PromptDataset(_records(config, config.dataset, "train"), tokenizer, max_prompt_tokens=config.prompt_max_len)
+        held_out[""] = prompts(DataSource(source=config.eval_dataset), "test")
+    blend = parse_sources(config.blend) or [DataSource(source=str(config.dataset))]
+    sets = {source.title: prompts(source, "train") for source in blend}
     return Inputs(
-        model_folder=folder, tokenizer=tokenizer, train=train, held_out=held_out, engine=engine_config(config, folder)
+        model_folder=folder,
+        tokenizer=tokenizer,
+        train=BlendedDataset(sets, [source.weight for source in blend]) if config.blend else next(iter(sets.values())),
+        held_out=held_out,
+        engine=engine_config(config, folder),
     )
 
 
-def _records(config: RFTConfig, dataset: str, split: Split) -> list[PromptRecord]:
+def with_model_folder(config: RFTConfig) -> RFTConfig:
+    """The configuration with the folder of the bundled model in the place of its name.
+
+    Raises:
+        ConfigurationError: the bundled model's package is missing.
+    """
+    if config.pretrain != SMOLLM2:
+        return config
+    return replace(config, pretrain=str(smollm2_folder(announce=print)))
+
+
+def _records(config: RFTConfig, source: DataSource, split: Split) -> list[PromptRecord]:
     options: dict[str, Any] = {
         "system_prompt": config.system_prompt,
         "input_template": config.input_template,
         "parse_reference": gold_answer,
     }
-    if dataset == GENERATED:
+    if source.source == GENERATED:
         if config.system_prompt is None:
             options["system_prompt"] = SYSTEM_PROMPT
         fields = RecordFields(**options, example_turns=tuple(worked_turns()))
         rows = generate(split, COUNTS[split], GENERATOR_SEED)
         records = [fields.record(row, f"generated {split}:{number}") for number, row in enumerate(rows, start=1)]
     else:
-        records = load_records(
-            dataset,
+        records = load_source(
+            source,
             split=config.dataset_split if split == "train" else config.eval_split,
             input_key=config.input_key,
             reference_key=config.reference_key,
             label_key=config.label_key,
             **options,
         )
-    if config.label_key is None or dataset == GENERATED:
+    if (config.label_key is None and source.label is None) or source.source == GENERATED:
         records = [replace(record, label=LABEL) for record in records]
     _check_labels(records)
     return records

@@ -25,7 +25,8 @@ def write_summary(config: RFTConfig, evaluations: Mapping[int, Mapping[str, floa
     (folder / "summary.json").write_text(json.dumps(content, indent=1))
     if evaluations:
         first, last = min(evaluations), max(evaluations)
-        for name in ("eval/accuracy", "eval/accuracy_any_form"):
+        shown = ("accuracy", "accuracy_any_form")
+        for name in (name for name in evaluations[first] if name.rpartition("/")[2] in shown):
             before, after = evaluations[first][name], evaluations[last][name]
             progress.line(
                 f"{name.removeprefix('eval/').replace('_', ' ')}: "

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rft_engines import SamplingParams
+from rft_engines import SamplingParams, UnsupportedCombinationError
 from rft_engines.hf.sampler import choose_tokens, truncate
 from rft_engines.hf.waves import Wave, plan_prefill, plan_waves
 from rft_engines.seeds import UniformStream
@@ -102,3 +102,20 @@ def test_waves_are_sorted_and_within_limits():
 def test_prefill_is_cut_by_padded_tokens():
     assert plan_prefill([9, 5, 3, 1], max_tokens=18) == [range(2), range(2, 4)]
     assert plan_prefill([9, 5], max_tokens=1) == [range(1), range(1, 2)]
+
+
+def test_the_first_token_may_have_a_temperature_of_its_own():
+    sampling = SamplingParams(temperature=0.5, top_k=3, first_token_temperature=2.0)
+    assert sampling.at(0) == SamplingParams(temperature=2.0, top_k=3)
+    assert sampling.at(1) is sampling
+    assert SamplingParams(temperature=0.5).at(0) == SamplingParams(temperature=0.5)
+    with pytest.raises(UnsupportedCombinationError, match=r"'vllm' and first_token_temperature=2\.0"):
+        sampling.refuse_first_token_temperature("vllm")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"first_token_temperature": 0.0}, {"temperature": 0, "first_token_temperature": 1}]
+)
+def test_a_first_temperature_that_cannot_be_sampled_with_is_refused(changes):
+    with pytest.raises(ValueError, match="first_token_temperature"):
+        SamplingParams(**changes)

@@ -2,6 +2,7 @@ import pytest
 
 from rft_rewards import answers_match
 from rft_rewards.matching import quick_verdict
+from rft_rewards.spelling import spelled_latex
 
 
 @pytest.mark.parametrize(
@@ -81,8 +82,6 @@ def test_equal_without_mathematics(answer, gold):
         ("1," * 500_000, "42"),
         ("{" * 10_000 + "}" * 10_000, "42"),
         ("\x00", "42"),
-        ("\u221a{}", "42"),
-        ("\u221a()", "42"),
         ("**" * 500_000 + "1", "42"),
         ("1" + ",\\!234" * 170_000 + "5", "42"),
     ],
@@ -94,6 +93,13 @@ def test_unequal_without_mathematics(answer, gold):
 
 def test_none_matches_nothing():
     assert not answers_match(None, "42")
+
+
+@pytest.mark.parametrize("answer", ["\u221a{}", "\u221a()"])
+def test_a_root_sign_without_content_is_read(answer):
+    assert spelled_latex(answer) == "\\sqrt{}"
+    assert quick_verdict(answer, "42") is None
+    assert not answers_match(answer, "42")
 
 
 def test_null_bytes_inside_are_nothing():

@@ -68,6 +68,23 @@ def test_pieces_are_cast_counted_and_kept_in_place():
     assert Scanner().scan([]).fingerprints() == {}
 
 
+def test_tied_tensors_are_read_once_and_answer_twice(monkeypatch):
+    from rft_sync import scan as module
+
+    read = []
+    take = module.fingerprint_tensor
+    monkeypatch.setattr(module, "fingerprint_tensor", lambda tensor: read.append(1) or take(tensor))
+    tied = torch.tensor([1.0, float("inf")])
+    empty = torch.zeros(0)
+    pieces = [Piece(tensor, torch.float32) for tensor in (tied, torch.ones(2), tied, tied[:1], empty, empty)]
+    scanned = Scanner().scan([*pieces, Piece(tied, torch.bfloat16)], finite=True)
+    values = scanned.fingerprints()
+    assert scanned.nonfinite() == [0, 2, 6]
+    assert scanned.known() == set(values) == set(range(7))
+    assert values[0] == values[2] != values[6]
+    assert len(read) == 6
+
+
 KERNEL = """
 import torch
 from rft_sync import fingerprint, scan_kernel

@@ -168,6 +168,11 @@ def test_adapters_replace_each_other():
         assert tensors["base_model.model.q_proj.lora_B.weight"].unique().tolist() == [value]
         assert config["r"] == 2
     assert len(engine.adapters) == 1
+    merged = BroadcastManager.connect(model, engine, BroadcastConfig(verify="off"))
+    merged.receiver.lora_name = manager.receiver.lora_name
+    merged.broadcast_to_engine()
+    assert (engine.adapters, merged.receiver.lora_name) == ({}, None)  # not added to weights that hold it already
+    manager.receiver.lora_name = None
     engine.__class__ = type("Engine", (), {"flush_cache": Engine.flush_cache, "update_weights_from_tensor": None})
     with pytest.raises(UnsupportedCombination, match="adapter-only"):
         manager.broadcast_to_engine()

@@ -15,9 +15,8 @@ from rft_sync.testing import spawn_ranks
 
 
 def _loaders():
-    """The modules with vLLM-style loaders of the neighbouring test."""
-    path = Path(__file__).with_name("test_copy_plan.py")
-    spec = importlib.util.spec_from_file_location("fused_loaders", path)
+    """`fused_engine.py` beside this file."""
+    spec = importlib.util.spec_from_file_location("fused_engine", Path(__file__).with_name("fused_engine.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

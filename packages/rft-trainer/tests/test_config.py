@@ -1,11 +1,14 @@
 """One configuration: every problem at once, every value named."""
 
-from dataclasses import fields
+import json
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
+from rft_trainer.config.reading import load_config, setting_groups
 from rft_trainer.errors import ConfigurationError
 
 
@@ -52,6 +55,67 @@ def test_unknown_recipe_and_unknown_flag(capsys):
         parse_config(["--max_stepz", "3"], recipes)
     assert done.value.code == 2
     assert "max_stepz" in capsys.readouterr().err
+
+
+def test_flags_win_over_a_file_which_wins_over_a_recipe(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'seed = 3\noutput_dir = "runs/x"\n[optimizer]\nactor_learning_rate = 1\nadam_betas = [0.8, 0.9]\n'
+        'freeze = ["a"]\n'
+        '[run]\nmax_steps = 4\n[distribution]\nprecision = "fp32"\n'
+    )
+    recipes = {"small": lambda: RFTConfig(max_steps=3, seed=5, temperature=0.5)}
+    config = parse_config(["--recipe", "small", "--config", str(file), "--seed", "7"], recipes)
+    assert (config.seed, config.max_steps, config.temperature) == (7, 4, 0.5)
+    assert (config.output_dir, config.adam_betas, config.freeze) == (Path("runs/x"), (0.8, 0.9), ("a",))
+    assert type(config.actor_learning_rate) is float
+    assert config.precision == "fp32"
+
+
+def test_the_configuration_that_a_run_saved_is_read_again(tmp_path):
+    made = RFTConfig(freeze=("a", "b"), resume_from=tmp_path, top_p=0.5, fsdp=True, eval_sets=("a.jsonl",))
+    (tmp_path / "config.json").write_text(json.dumps(made.as_dict()))
+    assert load_config(tmp_path / "config.json") == made
+    assert parse_config(["--config", str(tmp_path / "config.json"), "--no_fsdp"], {}) == replace(made, fsdp=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_stepz = 3", r"'max_stepz' is no setting; did you mean max_steps\?"),
+        ("[optimiser]\nmax_norm = 1", r"table \[optimiser\] is no group.*did you mean optimizer\?"),
+        ('max_steps = "3"', "max_steps is '3': expected a whole number"),
+        ("max_steps = 3.5", "max_steps is 3.5: expected a whole number"),
+        ("fsdp = 1", "fsdp is 1: expected true or false"),
+        ("zero_stage = 4", "zero_stage is 4: expected one of 0, 1, 2, 3"),
+        ("zero_stage = true", "zero_stage is True: expected one of"),
+        ("freeze = 'a'", "freeze is 'a': expected a list of text"),
+        ("adam_betas = [1.0]", r"adam_betas is \[1.0\]: expected a list of a number"),
+        ("eval_limit = 'x'", "eval_limit is 'x': expected a whole number or nothing"),
+        ("max_steps = 0", "max_steps is 0"),
+        ("max_steps 3", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path, text, message):
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        parse_config(["--config", str(tmp_path / "run.toml")], {})
+
+
+def test_a_file_that_is_missing_or_holds_a_list(tmp_path):
+    with pytest.raises(ConfigurationError, match="no such file"):
+        load_config(tmp_path / "run.toml")
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(ConfigurationError, match="holds list"):
+        load_config(tmp_path / "run.json")
+
+
+def test_help_is_grouped(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(["--help"], {})
+    shown = capsys.readouterr().out
+    assert all(f"{name} options" in shown for name in setting_groups())
+    assert {"run", "optimizer", "algorithm", "rollout", "distribution", "evaluation", "data"} <= set(setting_groups())
 
 
 @pytest.mark.parametrize(

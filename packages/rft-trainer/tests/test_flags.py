@@ -52,6 +52,7 @@ UPDATE = {
     "expert_balance_coef": 0.1,
     "high_entropy_ratio": 0.2,
     "value_clip": 0.1,
+    "replay_on_device": True,
     "importance_sampling": "mask",
     "importance_level": "sequence",
     "importance_cap": 3.0,
@@ -86,7 +87,7 @@ def test_the_optimiser_is_built_from(name):
 
 @pytest.mark.parametrize("name", UPDATE)
 def test_the_update_is_built_from(name):
-    assert update_config(replace(BASE, **{name: UPDATE[name]}), 2) != update_config(BASE, 2)
+    assert update_config(replace(BASE, **{name: UPDATE[name]})) != update_config(BASE)
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -104,18 +105,18 @@ def test_advantages_are_made_from(name):
 def test_settings_that_act_together():
     with_kl = replace(BASE, init_kl_coef=0.1)
     in_reward = replace(with_kl, kl_in_reward=True)
-    assert update_config(with_kl, 2).kl_estimator == "k3"
+    assert update_config(with_kl).kl_estimator == "k3"
     assert credit_config(with_kl).kl_estimator is None
-    assert update_config(in_reward, 2).kl_estimator is None
+    assert update_config(in_reward).kl_estimator is None
     assert credit_config(in_reward).kl_estimator == "k3"
-    assert update_config(replace(with_kl, kl_estimator="k2"), 2).kl_estimator == "k2"
+    assert update_config(replace(with_kl, kl_estimator="k2")).kl_estimator == "k2"
     assert not scores_with_actor(with_kl)
     assert scores_with_actor(in_reward)
     adaptive = replace(with_kl, kl_target=0.02, kl_horizon=77.0).kl_controller()
     assert adaptive == AdaptiveKL(0.1, target=0.02, horizon_samples=77.0)
     assert with_kl.kl_controller() == FixedKL(0.1)
     masked = replace(BASE, importance_sampling="mask", importance_floor=0.5)
-    assert update_config(masked, 2).importance == ImportanceConfig(mode="mask", floor=0.5)
+    assert update_config(masked).importance == ImportanceConfig(mode="mask", floor=0.5)
     assert replace(BASE, gap_warn=0.1, gap_stop=0.2).gap_limit() == MismatchLimit(warn=0.1, stop=0.2)
     assert replace(BASE, critic_learning_rate=0.1).critic_optimizer().adamw.lr == 0.1
     assert replace(BASE, critic_warmup_steps=1).actor_optimizer().schedule.total_steps == 3
@@ -126,6 +127,14 @@ def test_settings_that_act_together():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"lowest_group_score": 0.1}, "lowest_group_score 0.1 and dynamic_sampling off"),
+        (
+            {"dynamic_sampling": True, "lowest_group_score": 0.8, "highest_group_score": 0.1},
+            "lowest_group_score is 0.8 and highest_group_score is 0.1",
+        ),
+        ({"dynamic_sampling": True, "partial_rollout_tokens": 4}, "dynamic_sampling and partial_rollout_tokens 4"),
+        ({"first_token_temperature": 2.0, "partial_rollout_tokens": 4}, "first_token_temperature 2.0 and partial"),
+        ({"first_token_temperature": -1.0}, "first_token_temperature is -1.0"),
         ({"packing": True, "share_prompts": True}, "packing and share_prompts"),
         ({"packing": True, "padding_side": "left"}, "packing and padding_side left"),
         ({"kl_in_reward": True}, "kl_in_reward and init_kl_coef 0"),
@@ -136,6 +145,7 @@ def test_settings_that_act_together():
         ({"gap_warn": 0.5, "gap_stop": 0.1}, "gap_warn and gap_stop"),
         ({"value_clip": 0.0}, "value_clip is 0.0"),
         ({"critic_warmup_steps": 4}, "critic_warmup_steps is 4 and max_steps is 4"),
+        ({"ema_decay": 1.0}, "ema_decay is 1.0"),
         ({"high_entropy_ratio": 0.0}, "high_entropy_ratio is 0"),
         ({"gamma": 1.5}, "gamma is 1.5"),
         ({"reward_clip": -1.0}, "reward_clip is -1.0"),

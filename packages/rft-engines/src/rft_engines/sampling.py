@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from rft_engines.errors import UnsupportedCombinationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,8 @@ class SamplingParams:
         max_new_tokens: most tokens per sample; a request may ask for fewer.
         stop: strings; a sample ends with the token that completes one of them (that token is kept).
         stop_token_ids: ids that end a sample (kept), beside the engine's end-of-sequence ids.
+        first_token_temperature: temperature of a response's first token alone (FIRE, arXiv 2410.21236); None: as the
+            rest. Only the embedded engine has it.
         ignore_eos: go on past the engine's end-of-sequence ids; `stop` and `stop_token_ids` still hold.
     """
 
@@ -31,6 +35,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    first_token_temperature: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -45,12 +50,32 @@ class SamplingParams:
             raise ValueError(
                 f"SamplingParams.temperature={self.temperature!r}: give 0 (greedy) or a finite number above"
             )
+        first = self.first_token_temperature
+        if first is not None and not (math.isfinite(first) and first > 0 and self.temperature > 0):
+            raise ValueError(
+                f"SamplingParams.first_token_temperature={first!r} with temperature={self.temperature!r}: "
+                "give finite numbers above 0"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"SamplingParams.top_p={self.top_p!r}: give a number above 0 and at most 1 (1 keeps all)")
         if "" in self.stop:
             raise ValueError("SamplingParams.stop holds an empty string: leave it out, every text contains it")
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"SamplingParams.stop_token_ids={self.stop_token_ids}: token ids are 0 or above")
+
+    def at(self, position: int) -> "SamplingParams":
+        """What the token at `position` of a response is sampled with."""
+        if position or self.first_token_temperature is None:
+            return self
+        return replace(self, temperature=self.first_token_temperature, first_token_temperature=None)
+
+    def refuse_first_token_temperature(self, engine: str) -> None:
+        """Raise UnsupportedCombinationError for an engine that samples all tokens of a response alike."""
+        if self.first_token_temperature is not None:
+            raise UnsupportedCombinationError(
+                f"engine {engine!r} and first_token_temperature={self.first_token_temperature}: it has one temperature "
+                "for all tokens of a response; use the embedded engine 'hf'"
+            )
 
     @property
     def greedy(self) -> bool:

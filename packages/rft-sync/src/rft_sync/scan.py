@@ -34,18 +34,24 @@ class Scanned:
     """Places, and their fingerprints `[n]` int64."""
     bad: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
     """Places, and their numbers of NaN and Inf `[n]` int64."""
+    twins: dict[int, int] = field(default_factory=dict)
+    """Place of a piece that is the same memory as an earlier one (tied weights) -> place of that one, which is read."""
 
     def known(self) -> set[int]:
         """Places whose fingerprints were taken."""
-        return {place for places, _ in self.sums for place in places}
+        found = {place for places, _ in self.sums for place in places}
+        return found | {place for place, first in self.twins.items() if first in found}
 
     def fingerprints(self) -> dict[int, int]:
         """Place -> fingerprint."""
-        return _read(self.sums)
+        return self._with_twins(_read(self.sums))
 
     def nonfinite(self) -> list[int]:
         """Places with NaN or Inf."""
-        return sorted(place for place, count in _read(self.bad).items() if count)
+        return sorted(place for place, count in self._with_twins(_read(self.bad)).items() if count)
+
+    def _with_twins(self, values: dict[int, int]) -> dict[int, int]:
+        return values | {place: values[first] for place, first in self.twins.items() if first in values}
 
 
 def _read(results: Sequence[tuple[Sequence[int], Tensor]]) -> dict[int, int]:
@@ -76,15 +82,14 @@ class Scanner:
 
         No synchronisation on a card. Without `fingerprints` they are taken only where they come for nothing.
         """
-        scanned = Scanned()
+        unique, twins = _unique_places(pieces)
+        scanned = Scanned(twins=twins)
         kernel = _kernel_module() if any(piece.tensor.is_cuda for piece in pieces) else None
+        rest = unique
         if kernel is not None:
-            chosen = [place for place, piece in enumerate(pieces) if kernel.takes(piece)]
+            chosen = [place for place in unique if kernel.takes(pieces[place])]
             self._scan_fused(kernel, pieces, chosen, finite, scanned)
-            taken = set(chosen)
-            rest = [place for place in range(len(pieces)) if place not in taken]
-        else:
-            rest = list(range(len(pieces)))
+            rest = sorted(set(unique).difference(chosen))
         for place in rest:
             values = pieces[place].cast()
             if finite:
@@ -110,6 +115,21 @@ class Scanner:
             scanned.sums.append((places, sums))
             if bad is not None:
                 scanned.bad.append((places, bad))
+
+
+def _unique_places(pieces: Sequence[Piece]) -> tuple[list[int], dict[int, int]]:
+    """Places of pieces that are memory of their own, and of the others with the place of their twin."""
+    first: dict[object, int] = {}
+    twins: dict[int, int] = {}
+    for place, piece in enumerate(pieces):
+        tensor = piece.tensor
+        where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), piece.dtype)
+        found = first.setdefault(where, place) if tensor.numel() else place
+        if found != place:
+            twins[place] = found
+        elif not tensor.numel():
+            first[where, place] = place
+    return list(first.values()), twins
 
 
 def _kernel_module() -> ModuleType | None:

@@ -1,6 +1,7 @@
 """One update from plan to report: the order of the steps, and what happens when one fails."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ class Update:
         self._started = False
         self._sending = False
         self._delivered = 0
+        self._live_casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
 
     def run(self, version: int, *, at_least: int, finished: int) -> SyncReport:
         """Plan, start, send, finish, verify; abort on every rank if any of it fails on one."""
@@ -154,8 +156,7 @@ class Update:
 
     def _send_live(self, manifest: Manifest, tensors: Mapping[str, Tensor], check: ReadBackCheck) -> None:
         """Check everything, then copy everything: a NaN is refused before anything is written."""
-        dtypes = {meta.name: meta.dtype for meta in manifest.metadata}
-        pieces = {name: Piece(tensor, dtypes[name]) for name, tensor in tensors.items()}
+        pieces = {meta.name: Piece(tensors[meta.alias_of or meta.name], meta.dtype) for meta in manifest.metadata}
         scanned = None
         if self._config.check_finite:
             scanned = self._scanner.scan(list(pieces.values()), finite=True, fingerprints=False)
@@ -165,6 +166,8 @@ class Update:
         self._timed("load", lambda: self._receiver.load_live(tensors))  # type: ignore[attr-defined]
         check.note_parts(pieces)
         self._delivered = len(manifest.metadata)
+        own = [pieces[name] for name in tensors]
+        self._live_casts.update((p.tensor.dtype, p.dtype) for p in own if p.tensor.dtype != p.dtype)
 
     def _send(self, planned: Planned, check: ReadBackCheck) -> None:
         """Gather and load all buckets. Collective over the source's groups and the manager's group.
@@ -215,7 +218,7 @@ class Update:
         session = getattr(self._receiver, "session", None)
         aliases = sum(meta.alias_of is not None for meta in manifest.metadata)
         buffers = sum(meta.buffer and meta.alias_of is None for meta in manifest.metadata)
-        casts = statistics.casts if statistics is not None else {}
+        casts = Counter(statistics.casts if statistics is not None else {}) + self._live_casts
         return SyncReport(
             version=version,
             tensors_sent=len(manifest.names),

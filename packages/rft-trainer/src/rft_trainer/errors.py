@@ -25,5 +25,9 @@ class ResidencyError(RFTrainerError, RuntimeError):
     """Memory that is wanted on the device is on the host."""
 
 
+class RunInterrupted(RFTrainerError, RuntimeError):  # noqa: N818
+    """A signal ended the run after a step; the message says where it can go on."""
+
+
 class CheckpointError(RFTrainerError, RuntimeError):
     """A checkpoint that is incomplete, does not fit the run, or cannot be written."""

@@ -3,15 +3,19 @@
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from rft_dist import ParallelLayout, TorchrunEnvironment
+from rft_engines.combinations import check_combination
 from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_aggregation_mode, check_kl_kind
 from rft_trainer.checkpoint import MANIFEST
 from rft_trainer.config import RFTConfig
+from rft_trainer.data import parse_sources
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
+from rft_trainer.memory.dry_run import describe, make_plan
+from rft_trainer.memory.shapes import read_config
 from rft_trainer.models.loading import check_model_folder
 
 RUN_MARKER = "config.json"
@@ -20,6 +24,7 @@ _EXTRAS = {
     "peft": ("LoRA", "rft-trainer[lora]", "or leave out --lora_rank"),
     "vllm": ("the vLLM engine", "rft-engines[vllm]", "or use --engine_type hf"),
     "sglang": ("the SGLang engine", "rft-engines[sglang]", "or use --engine_type hf"),
+    "wandb": ("logging to wandb", "rft-trainer[wandb]", "or leave out --wandb_project"),
     "tensorboard": ("TensorBoard logging", "rft-trainer[tensorboard]", "or pass --no_tensorboard"),
 }
 
@@ -32,7 +37,40 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
     Raises:
         ConfigurationError: one line per problem.
     """
-    checks: list[Callable[[], object]] = [
+    checks = _setting_checks(config, environment)
+    checks += [
+        lambda: _check_extras(config),
+        lambda: check_resume(config),
+        lambda: check_output(config),
+        *(partial(check_model_folder, folder) for folder in _model_folders(config)),
+    ]
+    _raise_all(checks)
+
+
+def dry_run(config: RFTConfig) -> str:
+    """The plan of a run on `plan_ranks` ranks, or on those of the launcher. No weights, no output, no extras.
+
+    Raises:
+        ConfigurationError: one line per problem of the settings.
+    """
+    if config.plan_ranks is None:
+        environment = TorchrunEnvironment.from_environ()
+    else:
+        local = min(config.plan_ranks, config.plan_ranks_per_node)
+        variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": config.plan_ranks, "LOCAL_WORLD_SIZE": local}
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        environment = TorchrunEnvironment.from_environ({name: str(value) for name, value in variables.items()} | place)
+    _raise_all([*_setting_checks(config, environment), *(partial(read_config, f) for f in _model_folders(config))])
+
+    def check(turned: RFTConfig) -> None:
+        _raise_all(_setting_checks(turned, environment))
+
+    return describe(make_plan(config, ranks=environment.world_size, check=check))
+
+
+def _setting_checks(config: RFTConfig, environment: TorchrunEnvironment) -> list[Callable[[], object]]:
+    """Checks that follow from settings and the number of ranks alone."""
+    return [
         lambda: _check_layout(config, environment),
         lambda: _check_batches(config, environment.world_size),
         lambda: _check_sharing(config, environment.world_size),
@@ -40,17 +78,27 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
         lambda: PolicyLoss.get(config.policy_loss).resolve(config.loss_options()),
         lambda: check_kl_kind(config.kl_estimator),
         lambda: check_aggregation_mode(config.loss_aggregation),
-        lambda: _check_extras(config),
+        lambda: _check_sampling(config),
         lambda: _check_required(config),
+        lambda: parse_sources(config.blend),
+        lambda: parse_sources(config.eval_sets),
         lambda: _check_offload(config),
-        lambda: _check_resume(config),
-        lambda: check_output(config),
+        lambda: _check_sharding(config, environment.world_size),
+        lambda: check_combination(
+            backend="fsdp" if config.fsdp else "deepspeed",
+            weights="lora_merged" if config.lora_rank else "full",
+            engine=config.engine_type,
+            modality="text",
+        ),
+        lambda: _check_average(config),
     ]
-    checks += [
-        partial(check_model_folder, folder)
-        for folder in (config.pretrain, config.critic_pretrain, config.teacher)
-        if folder is not None
-    ]
+
+
+def _model_folders(config: RFTConfig) -> list[str]:
+    return [folder for folder in (config.pretrain, config.critic_pretrain, config.teacher) if folder is not None]
+
+
+def _raise_all(checks: Sequence[Callable[[], object]]) -> None:
     problems = []
     for check in checks:
         try:
@@ -79,6 +127,8 @@ def _check_sharing(config: RFTConfig, world_size: int) -> None:
         f"{world_size} ranks, each of which holds a part of the weights": world_size > 1,
         "DeepSpeed, which keeps parameters in buffers of its own (use --fsdp)": not config.fsdp,
         "lora_rank, whose adapters are merged on the way": config.lora_rank > 0,
+        "offload_trained, which would take the engine's weights along": config.offload_trained,
+        "fsdp_cpu_offload, whose weights are on the host": config.fsdp_cpu_offload,
         "precision bf16, which keeps fp32 masters (use --precision fp32)": config.precision == "bf16",
     }
     reasons = [reason for reason, holds in against.items() if holds]
@@ -126,11 +176,31 @@ def _check_estimator(config: RFTConfig) -> None:
         )
 
 
+def _check_sampling(config: RFTConfig) -> None:
+    """What the engine can sample and report, so that training sees the distribution that was sampled from."""
+    if config.first_token_temperature is not None and config.engine_type != "hf":
+        raise UnsupportedCombination(
+            f"first_token_temperature {config.first_token_temperature} and engine_type {config.engine_type!r} do not "
+            "work together: it has one temperature for all tokens of a response; use --engine_type hf"
+        )
+    if config.engine_type == "sglang" and (config.top_p < 1 or config.top_k > 0):
+        raise UnsupportedCombination(
+            f"top_p {config.top_p}, top_k {config.top_k} and engine_type 'sglang' do not work together: it reports "
+            "log-probabilities from before the truncation; use --top_p 1 --top_k 0, or another engine"
+        )
+    if config.temperature == 0 and config.n_samples_per_prompt > 1:
+        raise UnsupportedCombination(
+            f"temperature 0 and n_samples_per_prompt {config.n_samples_per_prompt} do not work together: greedy "
+            "responses to a prompt are all the same; raise temperature"
+        )
+
+
 def _check_extras(config: RFTConfig) -> None:
     needed = [] if config.fsdp else ["deepspeed"]
     needed += [config.engine_type] if config.engine_type != "hf" else []
     needed += ["peft"] if config.lora_rank else []
     needed += ["tensorboard"] if config.tensorboard else []
+    needed += ["wandb"] if config.wandb_project is not None else []
     for module in needed:
         if importlib.util.find_spec(module) is None:
             feature, requirement, otherwise = _EXTRAS[module]
@@ -141,7 +211,12 @@ def _check_extras(config: RFTConfig) -> None:
             )
 
 
-def _check_resume(config: RFTConfig) -> None:
+def check_resume(config: RFTConfig) -> None:
+    """A checkpoint to continue from is complete as far as its folder shows.
+
+    Raises:
+        ConfigurationError: it has no manifest.
+    """
     if config.resume_from is not None and not (config.resume_from / MANIFEST).is_file():
         raise ConfigurationError(
             f"resume_from is {config.resume_from}: no {MANIFEST} there; give a folder checkpoints/step_NNNNNN of a run"
@@ -153,10 +228,45 @@ def _check_offload(config: RFTConfig) -> None:
         raise UnsupportedCombination("adam_offload and ZeRO stage 0 do not work together: use --zero_stage 1, 2 or 3")
 
 
+def _check_sharding(config: RFTConfig, world_size: int) -> None:
+    """Settings of one strategy with the other are refused by both names."""
+    fsdp = {"fsdp_shard_size": None, "fsdp_reshard": True, "fsdp_cpu_offload": False}
+    zero = {"zero_hpz_size": 1, "zero_overlap": None}
+    for name, own in (zero if config.fsdp else fsdp).items():
+        if getattr(config, name) != own:
+            halves = ("FSDP2", "leave it out, or leave out --fsdp") if config.fsdp else ("DeepSpeed", "add --fsdp")
+            raise UnsupportedCombination(
+                f"{name} {getattr(config, name)} and {halves[0]} do not work together: {halves[1]}"
+            )
+    if config.fsdp_cpu_offload and config.adam_offload:
+        raise UnsupportedCombination(
+            "fsdp_cpu_offload and adam_offload do not work together: the optimiser is on the host already; "
+            "leave out --adam_offload"
+        )
+    if config.zero_hpz_size > 1 and config.zero_stage != 3:
+        raise UnsupportedCombination(
+            f"zero_hpz_size {config.zero_hpz_size} and ZeRO stage {config.zero_stage} do not work together: only stage "
+            "3 has a secondary partition; use --zero_stage 3"
+        )
+    for name in ("fsdp_shard_size", "zero_hpz_size"):
+        size = getattr(config, name)
+        if size is not None and world_size % size:
+            raise ConfigurationError(f"{name} is {size}, which does not divide {world_size} ranks: choose a divisor")
+
+
+def _check_average(config: RFTConfig) -> None:
+    if config.ema_decay > 0 and not config.fsdp and config.zero_stage == 3:
+        raise UnsupportedCombination(
+            f"ema_decay {config.ema_decay} and ZeRO stage 3 do not work together: it holds some weights twice; use "
+            "--fsdp, or --zero_stage 2"
+        )
+
+
 def _check_required(config: RFTConfig) -> None:
-    for name in ("pretrain", "dataset"):
-        if getattr(config, name) is None:
-            raise ConfigurationError(f"{name} is not set: give --{name}, or a --recipe that sets it")
+    if config.pretrain is None:
+        raise ConfigurationError("pretrain is not set: give --pretrain, or a --recipe that sets it")
+    if config.dataset is None and not config.blend:
+        raise ConfigurationError("dataset is not set: give --dataset or --blend, or a --recipe that sets one")
 
 
 def check_output(config: RFTConfig) -> None:
@@ -167,7 +277,9 @@ def check_output(config: RFTConfig) -> None:
             something that is no run, or it cannot be written.
     """
     folder = config.output_dir
-    resumes_here = config.resume_from is not None and folder.resolve() in config.resume_from.resolve().parents
+    resumes_here = config.resume == "auto" or (
+        config.resume_from is not None and folder.resolve() in config.resume_from.resolve().parents
+    )
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"output_dir is {folder}: a file has that name; choose another folder")
     if folder.is_dir() and any(folder.iterdir()) and not resumes_here:
@@ -175,8 +287,8 @@ def check_output(config: RFTConfig) -> None:
             raise ConfigurationError(f"output_dir is {folder}: it holds files that no run wrote; choose another folder")
         if not config.overwrite:
             raise ConfigurationError(
-                f"output_dir is {folder}: it already holds a run; choose another folder, resume with --resume_from, "
-                "or delete it with --overwrite"
+                f"output_dir is {folder}: it already holds a run; choose another folder, resume with --resume auto or "
+                "--resume_from, or delete it with --overwrite"
             )
     existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.is_dir())
     try:

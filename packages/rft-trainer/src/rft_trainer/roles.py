@@ -1,5 +1,7 @@
 """The models of a run by role: the trained policy, the reference that anchors it, PPO's critic, a teacher."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -62,6 +64,11 @@ def prepare_teacher(config: RFTConfig, strategy: Strategy) -> nn.Module | None:
     return strategy.prepare_frozen(_scorer(config, checkpoint_folder(config.teacher), torch.float32), role="teacher")
 
 
+def scoring_options(config: RFTConfig) -> dict[str, Any]:
+    """What an `Actor` must be given, so that it scores the distribution that rollouts are sampled from."""
+    names = ("temperature", "top_p", "top_k", "first_token_temperature")
+    return {name: getattr(config, name) for name in names}
+
+
 def _scorer(config: RFTConfig, folder: str, dtype: torch.dtype) -> Actor:
-    model = load_causal_model(folder, dtype=dtype)
-    return Actor(model, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
+    return Actor(load_causal_model(folder, dtype=dtype), **scoring_options(config))

@@ -1,7 +1,6 @@
 """Wires a trainer from a configuration and a strategy; the one place that knows every component."""
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,30 +10,27 @@ from torch import nn
 from rft_engines import SamplingParams
 from rft_rewards import RewardComputationEngine
 from rft_trainer.algorithms import AdvantageEstimator, KLController
-from rft_trainer.checkpoint import CheckpointStore, TrainerState
+from rft_trainer.checkpoint import CheckpointStore, RetentionPolicy, TrainerState, fitted_settings
 from rft_trainer.config import RFTConfig
-from rft_trainer.data import EncodedPrompt
+from rft_trainer.data import BlendedDataset, BlendSampler, EncodedPrompt, Sampler
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.experience.credit import CreditAssigner, CreditConfig
-from rft_trainer.experience.experience import Collator, Experience
+from rft_trainer.experience.dynamic import DynamicSampling, GroupFilter
+from rft_trainer.experience.experience import Collator
 from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
+from rft_trainer.experience.partial import PartialRollouts
+from rft_trainer.experience.rollouts import Rollouts
 from rft_trainer.memory.build import phase_memory
 from rft_trainer.models import Actor
-from rft_trainer.preflight import RUN_MARKER
-from rft_trainer.report import (
-    Column,
-    Console,
-    JsonlLogger,
-    LoggerGroup,
-    MetricLogger,
-    Rollout,
-    RolloutWriter,
-    TensorBoardLogger,
-)
+from rft_trainer.report import Column, Console, LoggerGroup
+from rft_trainer.roles import scoring_options
+from rft_trainer.run_files import drop_later_files, finished_steps, make_loggers, rollout_keeper
 from rft_trainer.strategy import Strategy, TrainState
-from rft_trainer.trainer.evaluation import Evaluator
+from rft_trainer.trainer.averaging import WeightAverage
+from rft_trainer.trainer.evaluation import Evaluator, three_extractors
 from rft_trainer.trainer.ppo import CRITIC_FOLDER, PPOTrainer
+from rft_trainer.trainer.rates import Rates, peak_flops
 from rft_trainer.trainer.update import ImportanceConfig, PolicyUpdate, UpdateConfig
 
 STEP_COLUMNS = (
@@ -73,7 +69,8 @@ class Ingredients:
 
     tokenizer: Any
     prompts: Sequence[EncodedPrompt]
-    held_out: Sequence[EncodedPrompt]
+    held_out: Sequence[EncodedPrompt] | Mapping[str, Sequence[EncodedPrompt]]
+    """One set, or several by name."""
     rewards: RewardComputationEngine
 
 
@@ -82,16 +79,32 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
     actor, data = ingredients.actor, strategy.data
     check_ingredients(config, ingredients)
     kl = config.kl_controller()
-    maker, update = _maker_and_update(config, strategy, ingredients, kl)
-    checkpoints = CheckpointStore(config.output_dir / "checkpoints", data)
+    average = WeightAverage(actor, config.ema_decay) if config.ema_decay > 0 else None
+    maker, update = _maker_and_update(config, strategy, ingredients, kl, average)
+    checkpoints = CheckpointStore(config.output_dir / "checkpoints", data, _retention(config))
+    settings = fitted_settings(config, strategy.model_form(actor))
+    progress = Console(enabled=data.rank == 0, columns=STEP_COLUMNS)
+    rollouts = _rollouts(config, strategy, ingredients, maker, progress)
     resumed: TrainerState | None = None
+
+    def load(folder: Path) -> None:
+        _load_models(strategy, ingredients, folder)
+        if average is not None:
+            average.load(folder, data.rank)
+        rollouts.load_held(folder, data.rank)
+
     if config.resume_from is not None:
         resumed = checkpoints.load(
             config.resume_from,
-            lambda folder: _load_models(strategy, ingredients, folder),
+            load,
             strategy=strategy.backend.name,
+            # Unfinished responses and averages are kept by the rank that holds them.
+            resizable=strategy.backend.resizable and config.partial_rollout_tokens is None and average is None,
+            settings=settings,
         )
-    main = data.rank == 0
+    finished = finished_steps(config, resumed)
+    if finished is not None:
+        data.on_main(lambda: drop_later_files(config.output_dir, finished))
     trainer = PPOTrainer(
         config=config,
         actor=actor,
@@ -102,22 +115,18 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         backend=strategy.backend,
         runtime=strategy.runtime,
         data=data,
-        prompts=ingredients.prompts,
-        sampler=strategy.build_sampler(len(ingredients.prompts), config.rollout_batch_size),
+        rollouts=rollouts,
         maker=maker,
         update=update,
-        evaluator=_evaluator(config, strategy, maker, ingredients.held_out),
+        average=average,
+        evaluator=make_evaluator(config, strategy, maker, ingredients.held_out),
         checkpoints=checkpoints,
-        sampling=SamplingParams(
-            n=config.n_samples_per_prompt,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            max_new_tokens=config.generate_max_len,
-        ),
-        logger=LoggerGroup(_loggers(config, None if resumed is None else resumed.step) if main else ()),
-        progress=Console(enabled=main, columns=STEP_COLUMNS),
-        keep_rollouts=_rollout_keeper(config, data.rank),
+        settings=settings,
+        rates=_rates(config, strategy, actor),
+        sampling=sampling_params(config),
+        logger=LoggerGroup(make_loggers(config, finished) if data.rank == 0 else ()),
+        progress=progress,
+        keep_rollouts=rollout_keeper(config, tokenizer=ingredients.tokenizer, rank=data.rank, world_size=data.size),
         memory=phase_memory(config, strategy, trained=ingredients.trained(), frozen=ingredients.frozen()),
     )
     if resumed is not None:
@@ -125,8 +134,72 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
     return trainer
 
 
+def _sampler(config: RFTConfig, strategy: Strategy, prompts: Sequence[EncodedPrompt]) -> Sampler:
+    if not isinstance(prompts, BlendedDataset):
+        return strategy.build_sampler(len(prompts), config.rollout_batch_size)
+    return BlendSampler(
+        prompts.sizes,
+        prompts.weights,
+        batch_size=config.rollout_batch_size,
+        rank=strategy.data.rank,
+        num_ranks=strategy.data.size,
+        seed=config.seed,
+    )
+
+
+def experience_maker(config: RFTConfig, strategy: Strategy, ingredients: Ingredients) -> FastExperienceMaker:
+    """The maker of a run that only evaluates."""
+    return _maker_and_update(config, strategy, ingredients, config.kl_controller(), None)[0]
+
+
+def sampling_params(config: RFTConfig) -> SamplingParams:
+    """Sampling of training rollouts."""
+    return SamplingParams(
+        n=config.n_samples_per_prompt,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_new_tokens=config.generate_max_len,
+        first_token_temperature=config.first_token_temperature,
+    )
+
+
+def _rollouts(
+    config: RFTConfig, strategy: Strategy, ingredients: Ingredients, maker: FastExperienceMaker, progress: Console
+) -> Rollouts:
+    sampler = _sampler(config, strategy, ingredients.prompts)
+    dynamic = partial = None
+    if config.dynamic_sampling:
+        wanted = GroupFilter(
+            group_size=config.n_samples_per_prompt,
+            wanted=config.rollout_batch_size,
+            rounds=config.dynamic_sampling_rounds,
+            lowest_mean=config.lowest_group_score,
+            highest_mean=config.highest_group_score,
+        )
+        dynamic = DynamicSampling(wanted, data=strategy.data, draw=sampler.next_batch, say=progress.line)
+    if config.partial_rollout_tokens is not None:
+        partial = PartialRollouts(
+            tokens=config.partial_rollout_tokens,
+            staleness=config.partial_rollout_staleness,
+            generate=strategy.runtime.generate,
+        )
+    return Rollouts(
+        maker=maker,
+        sampler=sampler,
+        prompts=ingredients.prompts,
+        sampling=sampling_params(config),
+        dynamic=dynamic,
+        partial=partial,
+    )
+
+
 def _maker_and_update(
-    config: RFTConfig, strategy: Strategy, ingredients: Ingredients, kl: KLController
+    config: RFTConfig,
+    strategy: Strategy,
+    ingredients: Ingredients,
+    kl: KLController,
+    average: WeightAverage | None,
 ) -> tuple[FastExperienceMaker, PolicyUpdate]:
     tokenizer = ingredients.tokenizer
     planner = MicroBatchPlanner(
@@ -147,14 +220,20 @@ def _maker_and_update(
         count_experts=config.expert_balance_coef > 0,
         base_seed=config.seed,
     )
+
+    def on_step() -> None:
+        strategy.runtime.note_update()
+        if average is not None:
+            average.update()
+
     update = PolicyUpdate(
-        update_config(config, strategy.data.size),
+        update_config(config),
         backend=strategy.backend,
         data=strategy.data,
         planner=planner,
         collator=collator,
         kl=kl,
-        on_step=strategy.runtime.note_update,
+        on_step=on_step,
     )
     return maker, update
 
@@ -166,7 +245,10 @@ def scores_with_actor(config: RFTConfig) -> bool:
     divergence in the reward, distillation, the choices of experts) needs them.
     """
     teaches = AdvantageEstimator.get(config.advantage_estimator).needs_teacher
-    return config.updates_per_step > 1 or config.kl_in_reward or teaches or config.expert_balance_coef > 0
+    # Responses that were held back may make a step larger than samples_per_step.
+    may_grow = config.partial_rollout_tokens is not None and config.train_batch_size is not None
+    made_before = config.kl_in_reward or teaches or config.expert_balance_coef > 0
+    return config.updates_per_step > 1 or may_grow or made_before
 
 
 def credit_config(config: RFTConfig) -> CreditConfig:
@@ -210,11 +292,11 @@ def check_ingredients(config: RFTConfig, ingredients: Ingredients) -> None:
     scoring = getattr(ingredients.actor.network, "scoring", None)
     if scoring is None:
         return
-    sampled = Actor.scoring_of(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
+    sampled = Actor.scoring_of(**scoring_options(config))
     if scoring != sampled:
         raise ConfigurationError(
             f"the actor scores {dict(scoring)} and rollouts are sampled from {sampled}: on-policy ratios would not be "
-            "1; build Actor(model, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)"
+            "1; build Actor(model, **scoring_options(config))"
         )
 
 
@@ -224,8 +306,8 @@ def _load_models(strategy: Strategy, ingredients: Ingredients, folder: Path) -> 
         strategy.load_checkpoint(ingredients.critic, folder / CRITIC_FOLDER)
 
 
-def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
-    """The update's part of the configuration, with this rank's share of the batch."""
+def update_config(config: RFTConfig) -> UpdateConfig:
+    """The update's part of the configuration."""
     fixed = config.generate_max_len if config.loss_aggregation == "seq-mean-token-sum-norm" else None
     return UpdateConfig(
         policy_loss=config.policy_loss,
@@ -244,62 +326,61 @@ def update_config(config: RFTConfig, data_size: int) -> UpdateConfig:
         expert_balance_coef=config.expert_balance_coef,
         value_clip=config.value_clip,
         epochs=config.max_epochs,
-        mini_batch_size=(config.train_batch_size or config.samples_per_step) // data_size,
+        replay_on_device=config.replay_on_device,
+        train_batch_size=config.train_batch_size,
         keep_groups=config.share_prompts,
+        group_size=config.n_samples_per_prompt,
         seed=config.seed,
     )
 
 
-def _evaluator(
-    config: RFTConfig, strategy: Strategy, maker: FastExperienceMaker, held_out: Sequence[EncodedPrompt]
+def make_evaluator(
+    config: RFTConfig,
+    strategy: Strategy,
+    maker: FastExperienceMaker,
+    held_out: Sequence[EncodedPrompt] | Mapping[str, Sequence[EncodedPrompt]],
 ) -> Evaluator | None:
+    """The evaluator of a run; None without a held-out set."""
     if not held_out:
         return None
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=config.generate_max_len)
     return Evaluator(
-        records=held_out,
-        sampling=greedy,
+        sets=held_out if isinstance(held_out, Mapping) else {"": held_out},
+        sampling=evaluation_sampling(config),
         maker=maker,
         data=strategy.data,
+        extractors=three_extractors() if config.eval_extractors else (),
+        pass_at=config.eval_pass_at,
+        majority=config.eval_majority,
         folder=config.output_dir / "evaluation",
     )
 
 
-def _rollout_keeper(config: RFTConfig, rank: int) -> Callable[[int, Sequence[Experience]], None]:
-    """Each rank keeps its own responses, in files of its own."""
-    total = int(config.rollouts_max_mib * 2**20)
-    writer = RolloutWriter(
-        config.output_dir / "rollouts", max_step_bytes=total, max_total_bytes=total, name=f"rank{rank}"
-    )
-
-    def keep(step: int, experiences: Sequence[Experience]) -> None:
-        writer.write(step, map(rollout_of, experiences))
-
-    return keep
-
-
-def rollout_of(experience: Experience) -> Rollout:
-    """The readable form of an experience."""
-    advantages, trainer = experience.advantages, experience.old_log_probs
-    return Rollout(
-        prompt_id=experience.prompt_id,
-        prompt=experience.prompt,
-        response=experience.response,
-        reference=experience.reference,
-        reward=experience.reward,
-        scores=experience.scores,
-        length=len(experience.response_ids),
-        truncated=experience.truncated,
-        advantage=float(advantages.mean()) if advantages is not None and len(advantages) else 0.0,
-        engine_log_probs=tuple(experience.engine_log_probs.tolist()),
-        trainer_log_probs=() if trainer is None else tuple(trainer.tolist()),
-        weights_version=experience.weights_version,
+def evaluation_sampling(config: RFTConfig) -> SamplingParams:
+    """The evaluation's own sampling."""
+    return SamplingParams(
+        n=config.eval_samples,
+        temperature=config.eval_temperature,
+        top_p=config.eval_top_p,
+        top_k=config.eval_top_k,
+        max_new_tokens=config.eval_max_len or config.generate_max_len,
     )
 
 
-def _loggers(config: RFTConfig, finished_steps: int | None) -> list[MetricLogger]:
-    (config.output_dir / RUN_MARKER).write_text(json.dumps(config.as_dict(), indent=1))
-    loggers: list[MetricLogger] = [JsonlLogger(config.output_dir / "metrics.jsonl", resume_after=finished_steps)]
-    if config.tensorboard:
-        loggers.append(TensorBoardLogger(config.output_dir / "tensorboard", resume_after=finished_steps))
-    return loggers
+def _rates(config: RFTConfig, strategy: Strategy, actor: TrainState) -> Rates:
+    # Without gradients of all weights an update takes less work than the rule of six says.
+    whole = all(parameter.requires_grad for parameter in actor.network.parameters())
+    return Rates(
+        world_size=strategy.data.size,
+        epochs=config.max_epochs,
+        parameters=strategy.parameter_count(actor) if whole else None,
+        peak_flops=peak_flops(strategy.device) if strategy.bf16 else None,
+    )
+
+
+def _retention(config: RFTConfig) -> RetentionPolicy:
+    return RetentionPolicy(
+        count=config.max_checkpoints,
+        bytes=int(config.max_checkpoints_gib * 2**30),
+        metric=config.best_metric,
+        lowest=config.best_metric_lowest,
+    )

@@ -1,9 +1,13 @@
 """A tiny real model for tests: byte-level tokenizer with a chat template, two Llama blocks, seeded weights."""
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from rft_dist import all_reduce_metrics, balanced_micro_batches
 
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -58,3 +62,39 @@ def tiny_model_folder(folder: Path, *, seed: int = 0, hidden: int = 64, layers: 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+class AloneDataParallel:
+    """DataParallel of one rank, without a process group."""
+
+    rank, size = 0, 1
+    device = torch.device("cpu")
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The values themselves, in float64."""
+        return values.detach().to("cpu", torch.float64)
+
+    def reduce_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Each metric's own value."""
+        return {name: value for name, value in all_reduce_metrics(metrics).items() if isinstance(value, float)}
+
+    def micro_batches(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Indices by micro-batch."""
+        return balanced_micro_batches(lengths, max_tokens)
+
+    def most(self, value: int) -> int:
+        """The value itself."""
+        return value
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """The values as those of the one rank."""
+        return [list(values)]
+
+    def on_main(self, action: Callable[[], None]) -> None:
+        """Run it."""
+        action()
+
+    def together(self, error: BaseException | None) -> None:
+        """Raise it."""
+        if error is not None:
+            raise error

@@ -54,5 +54,7 @@ def test_training_mode_scores_as_evaluation_mode(folder):
 
 
 def test_greedy_rollouts_are_scored_under_the_full_distribution():
-    assert Actor.scoring_of(temperature=0.0, top_p=0.5, top_k=3) == {"temperature": 1.0, "top_p": 1.0, "top_k": None}
-    assert Actor.scoring_of(temperature=0.6, top_p=0.5, top_k=0) == {"temperature": 0.6, "top_p": 0.5, "top_k": None}
+    greedy = Actor.scoring_of(temperature=0.0, top_p=0.5, top_k=3)
+    assert greedy == {"temperature": 1.0, "top_p": 1.0, "top_k": None, "first_token_temperature": None}
+    sampled = Actor.scoring_of(temperature=0.6, top_p=0.5, top_k=0, first_token_temperature=2.0)
+    assert sampled == {"temperature": 0.6, "top_p": 0.5, "top_k": None, "first_token_temperature": 2.0}

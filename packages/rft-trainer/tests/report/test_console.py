@@ -72,3 +72,19 @@ def test_a_table_lists_names_and_values():
     assert lines[0] == "Summary [1]"
     assert lines[1].split() == ["base", "accuracy", "0.41"]
     assert lines[2].split() == ["metrics", "out/metrics.jsonl"]
+
+
+def test_the_time_that_is_left(monkeypatch):
+    stream = io.StringIO()
+    console = Console(stream=stream, columns=())
+    now = iter([100.0, 110.0, 190.0, 250.0])
+    monkeypatch.setattr("rft_trainer.report.console.time.monotonic", lambda: next(now))
+    for step in (5, 6, 8, 10):
+        console.step_line(step, {}, total_steps=10)
+    # 10 s a step leaves 40 s for four; 30 s a step on the mean leaves a minute for two.
+    assert stream.getvalue().splitlines() == [
+        "step 5/10",
+        "step 6/10  left 0:00:40",
+        "step 8/10  left 0:01:00",
+        "step 10/10",
+    ]

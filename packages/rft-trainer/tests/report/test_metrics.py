@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rft_trainer.errors import ConfigurationError
-from rft_trainer.report import JsonlLogger, LoggerGroup, MetricLogger, TensorBoardLogger
+from rft_trainer.report import JsonlLogger, LoggerGroup, MetricLogger, TensorBoardLogger, WandbLogger
 
 
 def refuse(constant):
@@ -97,3 +97,25 @@ def test_a_group_hands_on_to_each(tmp_path):
     assert rows(tmp_path / "a.jsonl") == rows(tmp_path / "b.jsonl") == [{"step": 5, "x": 1}]
     with pytest.raises(ValueError, match="closed file"):
         group.log(6, {"x": 1})
+
+
+def test_wandb_without_network(tmp_path):
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    logger = WandbLogger(tmp_path / "wandb", project="tests", settings={"seed": 3})
+    assert isinstance(logger, MetricLogger)
+    logger.log(1, {"rollout/reward": 0.5})
+    logger.close()
+    name = (tmp_path / "wandb" / "run_id").read_text()
+    files = list((tmp_path / "wandb").rglob(f"*{name}.wandb"))
+    assert len(files) == 1
+    assert b"rollout/reward" in files[0].read_bytes()
+    again = WandbLogger(tmp_path / "wandb", project="tests", resume_after=1)
+    again.log(2, {"rollout/reward": 0.75})
+    again.close()
+    assert (tmp_path / "wandb" / "run_id").read_text() == name
+
+
+def test_wandb_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigurationError, match=r"extra `wandb`.*pip install 'rft-trainer\[wandb\]'"):
+        WandbLogger(tmp_path, project="tests")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rft_dist import ParallelLayout, build_rollout_groups, distributed_session
-from rft_engines import GenerationRequest, HFEngine, SamplingParams
+from rft_engines import EngineStateError, GenerationRequest, HFEngine, InvalidRequestError, SamplingParams
 from rft_sync import WeightSyncError
 from rft_trainer.config import OptimizerConfig
 from rft_trainer.errors import StaleWeightsError
@@ -125,3 +125,40 @@ def test_an_actor_that_trains_in_the_engines_memory_ends_where_a_copied_one_does
     (copied, first), (shared, second) = results
     assert copied == shared
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_sleep_and_wake_twice_are_once_and_a_sleeping_engine_says_so(parts):
+    make, state = parts
+    runtime = make(enable_sleep=True)
+    runtime.update_engine_weights(state)
+    assert runtime.sleep(update_follows=False)
+    assert not runtime.sleep(update_follows=False)
+    with pytest.raises(EngineStateError, match="asleep"):
+        runtime.generate(REQUESTS, GREEDY)
+    runtime.wake()
+    runtime.wake()
+    (kept,) = runtime.generate(REQUESTS, GREEDY)
+    # A request that the engine cannot serve leaves it as it was.
+    with pytest.raises(InvalidRequestError):
+        runtime.generate([GenerationRequest((10**6,), seed=1)], GREEDY)
+    assert runtime.generate(REQUESTS, GREEDY)[0].token_ids == kept.token_ids
+    # Dropped weights are undefined until they are sent again, under the version that they had.
+    runtime.sleep(update_follows=True)
+    runtime.wake()
+    with pytest.raises(EngineStateError, match="undefined"):
+        runtime.generate(REQUESTS, GREEDY)
+    runtime.sleep(update_follows=True)
+    runtime.restore_weights(state)
+    runtime.wake()
+    (again,) = runtime.generate(REQUESTS, GREEDY)
+    assert (again.token_ids, again.weights_version) == (kept.token_ids, 1)
+    runtime.close()
+
+
+def test_without_sleep_nothing_sleeps(parts):
+    make, state = parts
+    runtime = make(enable_sleep=False)
+    runtime.update_engine_weights(state)
+    assert not runtime.sleep(update_follows=True)
+    assert runtime.generate(REQUESTS, GREEDY)[0].weights_version == 1
+    runtime.close()

@@ -68,6 +68,10 @@ class WaveLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Columns allocated."""
         return self.wave.width
 
+    def get_max_cache_shape(self) -> int:
+        """Columns allocated, as older releases of transformers ask for them; 5.5.3 cannot do without."""
+        return self.wave.width
+
 
 class WaveCache(Cache):
     """Buffers for `rows` sequences of at most `width` columns, prompts aligned on the right at a common column.

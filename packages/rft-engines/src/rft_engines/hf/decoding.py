@@ -179,7 +179,7 @@ def decode_wave(
         uniforms = torch.tensor(
             [row.stream.at(len(row.tokens)) for row in active], dtype=torch.float64, device=decoder.device
         )
-        tokens, log_probs = choose_tokens(logits, uniforms, sampling)
+        tokens, log_probs = choose_tokens(logits, uniforms, sampling.at(len(active[0].tokens)))
         for row, token, log_prob in zip(active, tokens.tolist(), log_probs.tolist(), strict=True):
             row.take(token, log_prob, stops)
         active = _drop_finished(active, cache)

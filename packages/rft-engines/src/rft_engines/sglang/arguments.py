@@ -113,9 +113,11 @@ def refuse_unsupported(sampling: SamplingParams, max_steps: int | None, *, token
     """Refuse what SGLang would answer wrongly.
 
     Raises:
-        UnsupportedCombinationError: truncation (its log-probabilities are those before it) or a step budget.
+        UnsupportedCombinationError: truncation (its log-probabilities are those before it), a step budget or a
+            temperature of the first token.
         ValueError: stop strings without a tokenizer.
     """
+    sampling.refuse_first_token_temperature("sglang")
     if not sampling.greedy and (sampling.top_p < 1 or sampling.top_k > 0):
         raise UnsupportedCombinationError(
             f"engine 'sglang' and top_p={sampling.top_p}, top_k={sampling.top_k}: it reports log-probabilities from "

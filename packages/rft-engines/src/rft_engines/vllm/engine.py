@@ -136,6 +136,7 @@ class VLLMEngine(ManagedEngine):
     def _generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParams, max_steps: int | None
     ) -> list[Generation]:
+        sampling.refuse_first_token_temperature("vllm")
         if sampling.stop and not self._has_tokenizer:
             raise ValueError(f"SamplingParams.stop={sampling.stop} needs text, and the model folder has no tokenizer")
         engine = self._llm.llm_engine

@@ -6,9 +6,11 @@ without names, slices or Python per parameter. Anything that cannot be followed 
 scalar read to the host, a byte that nobody wrote) refuses the plan, and the loader goes on being used.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,6 +28,16 @@ class Region:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+
+    @property
+    def dense(self) -> bool:
+        """Whether the piece is one run of elements in order."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size > 1 and stride != step:
+                return False
+            step *= size
+        return True
 
     def of(self, tensor: Tensor) -> Tensor:
         """The piece as a view."""
@@ -148,11 +160,9 @@ class CopyRecorder:
                 return f"parameter {name} is not contiguous"
             if parameter.numel() == 0:
                 return f"parameter {name} is empty: its live layout is another one"
-            counts = torch.zeros(parameter.numel(), dtype=torch.int16)
-            for region in by_target.get(name, ()):
-                counts.as_strided(region.shape, region.strides, region.offset).add_(1)
-            if int(counts.min()) != 1 or int(counts.max()) != 1:
-                return f"parameter {name} was written {int(counts.min())} to {int(counts.max())} times per element"
+            least, most = _times_written(parameter.numel(), by_target.get(name, ()))
+            if (least, most) != (1, 1):
+                return f"parameter {name} was written {least} to {most} times per element"
         return ""
 
     def note(self, copy: Copy) -> None:
@@ -160,6 +170,29 @@ class CopyRecorder:
         found = self.padding if copy.source is None else self.copies.setdefault(copy.source.name, [])
         if copy not in found:
             found.append(copy)
+
+
+def _times_written(numel: int, regions: Sequence[Region]) -> tuple[int, int]:
+    """How often the elements of a flat tensor lie in `regions`: (least, most)."""
+    if all(region.dense for region in regions):  # runs of elements: count at their ends
+        change = {0: 0, numel: 0}
+        for region in regions:
+            end = region.offset + math.prod(region.shape)
+            change[region.offset] = change.get(region.offset, 0) + 1
+            change[end] = change.get(end, 0) - 1
+        ends = sorted(change)
+        depths = list(accumulate(change[place] for place in ends))
+        return min(depths[:-1]), max(depths[:-1])
+    if any(
+        stride == 0 and size > 1
+        for region in regions
+        for size, stride in zip(region.shape, region.strides, strict=True)
+    ):
+        return 0, 2  # one element several times over
+    counts = torch.zeros(numel, dtype=torch.int16)
+    for region in regions:
+        counts.as_strided(region.shape, region.strides, region.offset).add_(1)
+    return int(counts.min()), int(counts.max())
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -39,6 +39,7 @@ class ModuleReceiver:
         self._pad_vocabulary = pad_vocabulary
         self._places = destinations(module)
         self._trace: object = tensor_trace(module)
+        self._checked: Manifest | None = None
         self._sent: dict[str, tuple[int, ...]] = {}
         self._copies = LiveCopies()
         self._written: tuple[int, ...] = ()
@@ -87,11 +88,13 @@ class ModuleReceiver:
             raise UnknownTensor("ModuleReceiver takes full weights; merge the adapter (MergedLoRASource)")
         trace = tensor_trace(self._module)
         if trace != self._trace:  # nothing of an earlier layout is remembered
-            self._places, self._trace = destinations(self._module), trace
-        self._check_names(manifest)
-        for meta in manifest.metadata:
-            self._check_fit(meta, self._places[self._rename(meta.name)])
+            self._places, self._trace, self._checked = destinations(self._module), trace, None
+        if manifest is not self._checked:
+            self._check_names(manifest)
+            for meta in manifest.metadata:
+                self._check_fit(meta, self._places[self._rename(meta.name)])
         self.session.open(manifest)
+        self._checked = manifest
         self._sent = {meta.name: meta.shape for meta in manifest.metadata}
 
     def _check_names(self, manifest: Manifest) -> None:
@@ -146,7 +149,9 @@ class ModuleReceiver:
             target.copy_(tensor)
 
     def takes_live(self, metadata: Sequence[ParamMeta], tensors: Mapping[str, Tensor]) -> bool:
-        """Whether every tensor is on the module's device and rounded once on its way."""
+        """Whether all is on the module's device and rounded once on its way; not in a subclass with its own `load`."""
+        if type(self).load is not ModuleReceiver.load:
+            return False
         for meta in metadata:
             target = self._places[self._rename(meta.name)].live.tensor
             tensor = tensors[meta.name]

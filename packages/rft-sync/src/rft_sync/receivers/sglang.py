@@ -33,7 +33,7 @@ class SGLangReceiver:
 
     Attributes:
         session: Version and usability.
-        lora_name: Name to generate with after an adapter-only update.
+        lora_name: Name to generate with after an adapter-only update; None again after a full one.
     """
 
     def __init__(self, engine: Any | None, *, flush: bool = True, read_rows: int = 16) -> None:
@@ -109,6 +109,8 @@ class SGLangReceiver:
             from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
         except ImportError:  # a release that has them elsewhere, or an engine of the same form without the package
             return [(name, tensor.clone()) for name, tensor in pairs], {}
+        if any(tensor.is_cuda for _, tensor in pairs):
+            _share_by_device_identity()
         flattened = FlattenedTensorBucket(named_tensors=pairs)
         content = {"flattened_tensor": flattened.get_flattened_tensor(), "metadata": flattened.get_metadata()}
         # One payload per tensor-parallel rank: each reads its own, so that no handle is opened twice.
@@ -137,8 +139,10 @@ class SGLangReceiver:
         if self._engine is not None:
             if manifest.kind == "adapter":
                 self._apply_adapter(manifest)
-            elif self._open and hasattr(self._engine, "end_weight_update"):
-                self._call("end_weight_update")
+            else:
+                if self._open and hasattr(self._engine, "end_weight_update"):
+                    self._call("end_weight_update")
+                self._drop_adapter()
             self._open = False
             if self.flush:
                 self._call("flush_cache")
@@ -146,13 +150,16 @@ class SGLangReceiver:
         self.session.close(version)
 
     def _apply_adapter(self, manifest: Manifest) -> None:
-        """A name that exists is refused, so the old adapter goes first."""
-        if self.lora_name is not None:
-            self._call("unload_lora_adapter", self.lora_name)
-            self.lora_name = None
+        self._drop_adapter()  # a name that exists is refused
         config = json.loads(manifest.adapter_config or "{}")
         self._call("load_lora_adapter_from_tensors", _ADAPTER_NAME, self._adapter, config)
         self.lora_name, self._adapter = _ADAPTER_NAME, {}
+
+    def _drop_adapter(self) -> None:
+        """Full weights or the next adapter end the life of the last one."""
+        if self.lora_name is not None:
+            self._call("unload_lora_adapter", self.lora_name)
+            self.lora_name = None
 
     def cancel(self) -> None:
         """Nothing was loaded: be what it was before."""
@@ -188,6 +195,15 @@ class SGLangReceiver:
         """The first rows that the engine holds, in the dtype that was sent."""
         dtype, device = self._noted[name]
         return (torch.tensor(self._rows(name), dtype=dtype, device=device),)
+
+
+def _share_by_device_identity() -> None:
+    """Handles of device memory then name the device itself and not its number, which differs between processes."""
+    try:
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+    except ImportError:  # an older place
+        from sglang.srt.patch_torch import monkey_patch_torch_reductions
+    monkey_patch_torch_reductions()
 
 
 def _accepted(result: Any) -> tuple[bool, str]:

@@ -14,7 +14,6 @@ from rft_sync.errors import (
     EngineNotReady,
     EngineRefused,
     IncompleteGroup,
-    ShapeMismatch,
     UnknownTensor,
     UnsupportedCombination,
     WeightSyncError,
@@ -25,10 +24,15 @@ from rft_sync.receivers.copy_plan import CopyRecorder, ResolvedPlan
 from rft_sync.receivers.protocol import UpdateSession
 from rft_sync.receivers.random_state import preserved_random_state
 from rft_sync.receivers.replay import LiveCopies, Replay, same_place
-from rft_sync.receivers.vllm_model import fills_live_layout, reset_lora_state, struct_fields, without_lora_wrappers
+from rft_sync.receivers.vllm_model import (
+    check_vocabulary,
+    fills_live_layout,
+    reset_lora_state,
+    struct_fields,
+    without_lora_wrappers,
+)
 from rft_sync.scan import Piece
 
-_VOCABULARY_NAMES = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
 _ADAPTER_ID = 1
 
 
@@ -46,7 +50,7 @@ class VLLMReceiver:
 
     Attributes:
         session: Version and usability.
-        lora_request: The request to generate with, after an adapter-only update.
+        lora_request: The request to generate with, after an adapter-only update; None again after a full one.
         plan_refusal: Why copies are not replayed; empty when they are or before the first update.
 
     Raises:
@@ -132,19 +136,9 @@ class VLLMReceiver:
             if getattr(self._config, "lora_config", None) is None:
                 raise UnsupportedCombination("adapter-only sync and a vLLM engine without enable_lora=True")
         else:
-            self._check_vocabulary(manifest)
+            check_vocabulary(manifest, self._config.model_config.get_vocab_size())
         self.session.open(manifest)
         self._writing, self._written, self._adapter = False, set(), {}
-
-    def _check_vocabulary(self, manifest: Manifest) -> None:
-        rows = self._config.model_config.get_vocab_size()
-        for meta in manifest.metadata:
-            if meta.name.endswith(_VOCABULARY_NAMES) and meta.shape[0] != rows:
-                raise ShapeMismatch(
-                    f"{meta.name} has {meta.shape[0]} rows and the engine's vocabulary {rows}; start the engine from a "
-                    "checkpoint of the resized model",
-                    [meta.name],
-                )
 
     def load(self, bucket: Bucket) -> None:
         """Hand the bucket to the engine's loader, or replay the recorded copies."""
@@ -189,7 +183,12 @@ class VLLMReceiver:
         return self._plan
 
     def takes_live(self, metadata: Sequence[ParamMeta], tensors: Mapping[str, Tensor]) -> bool:
-        """Whether there is a plan, and every tensor is dense, on the engine's device, and rounded once on its way."""
+        """Whether there is a plan, and every tensor is dense, on the engine's device, and rounded once on its way.
+
+        Never in a subclass with a `load` of its own.
+        """
+        if type(self).load is not VLLMReceiver.load:
+            return False
         plan = self._fitting_plan(self._model())
         if plan is None or self._recorder is not None:
             return False
@@ -273,6 +272,7 @@ class VLLMReceiver:
                 self._apply_adapter(manifest)
             else:
                 self._finish_weights(self._model())
+                self._drop_adapter()
         self._reset_caches()
         self.session.close(version)
         if hasattr(self._engine(), "set_weight_version"):
@@ -319,6 +319,12 @@ class VLLMReceiver:
         # The adapter stays loaded under its id; a request that reloads would look for the folder.
         self.lora_request = LoRARequest(**fields)
         self._adapter = {}
+
+    def _drop_adapter(self) -> None:
+        """Full weights end the life of an adapter: it belongs to the base weights that it was trained on."""
+        if self.lora_request is not None:
+            self._engine().remove_lora(_ADAPTER_ID)
+            self.lora_request = None
 
     def _reset_caches(self) -> None:
         engine = self._engine()

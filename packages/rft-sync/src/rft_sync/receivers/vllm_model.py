@@ -6,7 +6,26 @@ from typing import Any
 
 from torch import nn
 
+from rft_sync.errors import ShapeMismatch
 from rft_sync.live import is_kind
+from rft_sync.manifest import Manifest
+
+_VOCABULARY_NAMES = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
+
+
+def check_vocabulary(manifest: Manifest, rows: int) -> None:
+    """The embeddings that are sent have the `rows` of the engine's vocabulary.
+
+    Raises:
+        ShapeMismatch: With the numbers.
+    """
+    for meta in manifest.metadata:
+        if meta.name.endswith(_VOCABULARY_NAMES) and meta.shape[0] != rows:
+            raise ShapeMismatch(
+                f"{meta.name} has {meta.shape[0]} rows and the engine's vocabulary {rows}; start the engine from a "
+                "checkpoint of the resized model",
+                [meta.name],
+            )
 
 
 def struct_fields(struct: Any) -> Sequence[str]:
@@ -20,11 +39,16 @@ def fills_live_layout(model: nn.Module, config: Any) -> bool:
         return False
     if any(parameter.numel() == 0 or parameter.is_meta for parameter in model.parameters()):
         return False
-    derived = any(
-        "FusedMoE" in type(module).__name__ or hasattr(module, "W_UK_T") or hasattr(module, "W_UV")
-        for module in model.modules()
-    )
+    derived = any(_is_derived(module) for module in model.modules())
     return not derived and all(parameter.device.type != "cpu" for parameter in model.parameters())
+
+
+def _is_derived(module: nn.Module) -> bool:
+    """Whether the layer's kernels read something else than what its loader fills: experts, absorbed attention."""
+    method = type(getattr(module, "quant_method", None)).__name__
+    experts = any(name in kind for kind in (method, type(module).__name__) for name in ("FusedMoE", "RoutedExperts"))
+    stacked = any(name.startswith(("w13_", "w2_")) for name in module._parameters)
+    return experts or stacked or hasattr(module, "W_UK_T") or hasattr(module, "W_UV")
 
 
 def reset_lora_state(worker: Any) -> None:

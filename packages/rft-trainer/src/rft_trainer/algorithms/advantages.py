@@ -224,7 +224,7 @@ for _entry in (
         name="gae",
         needs_critic=True,
         whitens=True,
-        paper="Schulman et al., arXiv 1506.02438, eq. 16; PPO, arXiv 1707.06347, eq. 11",
+        paper="Schulman et al., arXiv 1506.02438, section 3; PPO, arXiv 1707.06347, section 5",
         compute=_compute_gae,
     ),
     AdvantageEstimator(

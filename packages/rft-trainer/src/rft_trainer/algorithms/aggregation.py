@@ -20,9 +20,9 @@ AGGREGATION_MODES: tuple[str, ...] = (
     "seq-mean-token-sum",
     "seq-mean-token-sum-norm",
 )
-"""token-mean: DAPO, arXiv 2503.14476, eq. 12. seq-mean-token-mean: GRPO, arXiv 2402.03300, eq. 3. seq-mean-token-sum:
-the plain policy gradient of whole responses. seq-mean-token-sum-norm: the latter over a fixed length, Dr.GRPO, arXiv
-2503.20783."""
+"""token-mean: DAPO, arXiv 2503.14476, section 3.3. seq-mean-token-mean: GRPO, arXiv 2402.03300, section 4.1.1.
+seq-mean-token-sum: the plain policy gradient of whole responses. seq-mean-token-sum-norm: the latter over a fixed
+length, Dr.GRPO, arXiv 2503.20783."""
 
 
 def check_aggregation_mode(mode: str) -> None:

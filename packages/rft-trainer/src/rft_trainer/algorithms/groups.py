@@ -150,7 +150,7 @@ def reinforce_baseline(rewards: Tensor, group_size: int) -> Tensor:
 def informative_groups(
     scores: Tensor, group_size: int, *, lowest_mean: float | None = None, highest_mean: float | None = None
 ) -> Tensor:
-    """Which groups teach something: the filter of dynamic sampling (DAPO, Yu et al., arXiv 2503.14476, eq. 11).
+    """Which groups teach something: the filter of dynamic sampling (DAPO, Yu et al., arXiv 2503.14476, section 3.2).
 
     Args:
         scores: [N] raw scores, before penalties and shaping.

@@ -72,7 +72,7 @@ def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, *, kind: str
     """Per-token divergence [B, T] to add to the loss, times its coefficient; masked cells 0.
 
     k2 is the default because its gradient is the on-policy gradient of KL(policy || reference); GRPO (Shao et al.,
-    arXiv 2402.03300, eq. 4) uses k3. With k1, whose gradient has mean zero, a UserWarning is given.
+    arXiv 2402.03300, section 4.1.1) uses k3. With k1, whose gradient has mean zero, a UserWarning is given.
     """
     if kind.partition("+")[2] == "k1" or kind == "k1":
         warnings.warn(

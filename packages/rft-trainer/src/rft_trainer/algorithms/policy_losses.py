@@ -185,13 +185,13 @@ for _entry in (
     PolicyLoss(
         name="ppo",
         defaults={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
-        paper="PPO, Schulman et al., arXiv 1707.06347, eq. 7",
+        paper="PPO, Schulman et al., arXiv 1707.06347, section 3",
         compute=surrogates.ppo,
     ),
     PolicyLoss(
         name="clip_higher",
         defaults={"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
-        paper="DAPO, Yu et al., arXiv 2503.14476, eq. 10",
+        paper="DAPO, Yu et al., arXiv 2503.14476, section 3.1",
         compute=surrogates.ppo,
     ),
     PolicyLoss(
@@ -210,13 +210,13 @@ for _entry in (
         name="gspo",
         defaults={"clip_low": 3e-4, "clip_high": 4e-4},
         is_sequence_level=True,
-        paper="GSPO, Zheng et al., arXiv 2507.18071, eq. 5 and 7",
+        paper="GSPO, Zheng et al., arXiv 2507.18071",
         compute=surrogates.gspo,
     ),
     PolicyLoss(
         name="gspo_token",
         defaults={"clip_low": 3e-4, "clip_high": 4e-4},
-        paper="GSPO-token, Zheng et al., arXiv 2507.18071, eq. 13 and 14",
+        paper="GSPO-token, Zheng et al., arXiv 2507.18071",
         compute=surrogates.gspo_token,
     ),
     PolicyLoss(
@@ -229,7 +229,7 @@ for _entry in (
     PolicyLoss(
         name="cispo",
         defaults={"clip_low": 1.0, "clip_high": 4.0},
-        paper="CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5",
+        paper="CISPO, MiniMax-M1, arXiv 2506.13585",
         compute=surrogates.cispo,
     ),
     PolicyLoss(

@@ -82,7 +82,7 @@ def _lay_steps(rewards: Tensor, mask: Tensor, steps: Sequence[Mapping[int, float
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Return to go: G_t = r_t + gamma * G_next over unmasked tokens (Sutton and Barto, eq. 3.9).
+    """Return to go: G_t = r_t + gamma * G_next over unmasked tokens (Sutton and Barto, section 3.3).
 
     Args:
         rewards: [N, T]; masked entries are not read.
@@ -103,7 +103,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al., arXiv 1506.02438, eq. 16), episodes ending at the last token.
+    """Generalised advantage estimation (Schulman et al., arXiv 1506.02438, section 3), ending at the last token.
 
     delta_t = r_t + gamma * V_next - V_t and A_t = delta_t + gamma * lam * A_next, where "next" is the next unmasked
     token and both are 0 behind the last one: a value at a masked slot is never read.

@@ -20,8 +20,8 @@ def value_loss(
         old_values: [B, T] when the advantages were made.
         returns: [B, T] targets.
         mask: [B, T].
-        clip: c in units of value; None leaves 0.5 * (V - R)^2 (PPO, arXiv 1707.06347, eq. 9). The clip is that of the
-            authors' code, not of the paper. The factor 0.5 is ours as in that code.
+        clip: c in units of value; None leaves 0.5 * (V - R)^2 (PPO, arXiv 1707.06347, section 5). The clip is that
+            of the authors' code, not of the paper. The factor 0.5 is ours as in that code.
 
     Returns:
         LossOutputs with the metrics value_clip_fraction, value_error (squared) and value.
@@ -47,7 +47,8 @@ def value_loss(
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor, coefficient: float) -> Tensor:
-    """Per-token term to add to the loss, [B, T]: -coefficient * entropy (PPO, arXiv 1707.06347, eq. 9); 0 where masked.
+    """Per-token term to add to the loss, [B, T]: -coefficient * entropy; 0 where masked (PPO, arXiv 1707.06347,
+    section 5).
 
     `entropy` [B, T] in nats with gradient, as `chunked_log_probs(..., with_entropy=True)` gives it.
     """
@@ -95,7 +96,7 @@ def expert_counts(router_logits: Tensor, mask: Tensor, top_k: int) -> Tensor:
 
 
 def expert_balance_loss(router_logits: Tensor, mask: Tensor, counts: Tensor, denominator: Tensor | float) -> Tensor:
-    """Load balance of a mixture of experts: E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961, eq. 4 to 6).
+    """Load balance of a mixture of experts: E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961, section 2.2).
 
     Args:
         router_logits: [tokens, E] of one layer, or of several layers stacked along the tokens.

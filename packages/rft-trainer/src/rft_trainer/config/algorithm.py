@@ -53,6 +53,8 @@ class AlgorithmOptions:
     """Passes over each rollout."""
     train_batch_size: int | None = None
     """Responses per optimiser step over all ranks; none: the whole rollout, one update."""
+    replay_on_device: bool = False
+    """Keep a step's responses on the device while they are trained on, instead of on the host."""
     micro_train_batch_size: int = 8
     """Responses per forward and backward on one rank."""
     max_tokens_per_micro_batch: int | None = None

@@ -13,12 +13,11 @@ class DataOptions:
     """Folder or hub id of the initial checkpoint."""
     dataset: str | None = None
     """JSONL or parquet file, or the id of a data set that `datasets` loads."""
-    eval_dataset: str | None = None
-    """Held-out problems, same forms; none: no evaluation."""
+    blend: tuple[str, ...] = ()
+    """Several training sets instead of dataset, each SOURCE[,name=N,weight=W,label=L,split=S,input_key=K,
+    reference_key=K,limit=N]; a batch draws from them by weight."""
     dataset_split: str = "train"
     """Split that is trained on when `dataset` is a hub id."""
-    eval_split: str = "test"
-    """Split that is evaluated when `eval_dataset` is a hub id."""
     input_key: str = "question"
     """Field that holds the problem."""
     reference_key: str = "answer"
@@ -31,11 +30,11 @@ class DataOptions:
     """Format string around the problem, with one `{}`."""
     prompt_max_len: int = 512
     """Longest prompt in tokens; longer prompts are an error."""
-    eval_limit: int | None = None
-    """Evaluate the first so many held-out problems; none: all."""
 
     def _data_problems(self) -> list[str]:
-        problems = below(self, 1, "prompt_max_len", "eval_limit")
+        problems = below(self, 1, "prompt_max_len")
+        if self.dataset is not None and self.blend:
+            problems.append(f"dataset is {self.dataset!r} and blend has more: name all sets in blend")
         if self.input_template is not None and self.input_template.count("{}") != 1:
             problems.append(f"input_template is {self.input_template!r}: put exactly one {{}} where the problem goes")
         return problems

@@ -23,8 +23,13 @@ class OptimizerOptions:
     """Optimiser steps of warm-up."""
     freeze: tuple[str, ...] = ()
     """Prefixes of parameter names that stay fixed; each must match something."""
+    ema_decay: float = 0.0
+    """Decay of a moving average of the actor's weights, which is evaluated and exported in their place; 0: none."""
     adam_offload: bool = False
     """Optimiser state on the host: under ZeRO it is stepped there, under FSDP2 it is on the device in updates."""
 
     def _optimizer_problems(self) -> list[str]:
-        return below(self, 0, "weight_decay", "max_norm", "actor_learning_rate", "lr_warmup_steps")
+        problems = below(self, 0, "weight_decay", "max_norm", "actor_learning_rate", "lr_warmup_steps")
+        if not 0 <= self.ema_decay < 1:
+            problems.append(f"ema_decay is {self.ema_decay}: give a number of at least 0 and below 1")
+        return problems

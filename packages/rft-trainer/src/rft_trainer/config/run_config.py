@@ -10,13 +10,16 @@ from rft_trainer.config.algorithm import AlgorithmOptions
 from rft_trainer.config.critic import CriticOptions
 from rft_trainer.config.data import DataOptions
 from rft_trainer.config.distribution import DistributionOptions
+from rft_trainer.config.evaluation import EvaluationOptions
 from rft_trainer.config.lora import LoRAOptions
 from rft_trainer.config.mismatch import MismatchOptions
 from rft_trainer.config.optimizer import OptimizerOptions
+from rft_trainer.config.plan import PlanOptions
 from rft_trainer.config.residency import ResidencyOptions
 from rft_trainer.config.reward import RewardOptions
 from rft_trainer.config.rollout import RolloutOptions
 from rft_trainer.config.run import RunOptions
+from rft_trainer.config.sampling import SamplingOptions
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.optim import AdamWConfig, ScheduleConfig
 
@@ -39,9 +42,12 @@ class RFTConfig(
     RewardOptions,
     CriticOptions,
     MismatchOptions,
+    SamplingOptions,
     RolloutOptions,
     ResidencyOptions,
+    PlanOptions,
     DistributionOptions,
+    EvaluationOptions,
     DataOptions,
 ):
     """Every setting of a run. Raises ConfigurationError naming field, value and remedy."""
@@ -49,13 +55,17 @@ class RFTConfig(
     def __post_init__(self) -> None:
         problems = [
             *self._data_problems(),
+            *self._evaluation_problems(),
             *self._rollout_problems(),
             *self._algorithm_problems(),
             *self._reward_problems(),
+            *self._sampling_problems(),
             *self._critic_problems(),
             *self._mismatch_problems(),
             *self._optimizer_problems(),
             *self._lora_problems(),
+            *self._plan_problems(),
+            *self._distribution_problems(),
             *self._run_problems(),
             *self._batch_problems(),
             *self._adapter_problems(),

@@ -1,8 +1,9 @@
 """What one response teaches: ids as sampled, log-probabilities of every role, reward and advantage, on the CPU."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +17,19 @@ from rft_trainer.models.padding import right_pad
 class Experience:
     """One sampled response [T tokens] to one prompt [P tokens].
 
-    Tensors live on the CPU. `group` is the number of the prompt in its data set, equal for its n responses. Filled at
-    generation: ids, engine log-probabilities, version. Then, in this order: `score`, `scores` and `step_rewards` by the
-    reward functions; the columns of the roles (actor, reference, critic, teacher); `reward`, `advantages`, `returns`.
+    Tensors live on the CPU until `to`. `group` is the number of the prompt in its data set, equal for its n responses.
+    Filled at generation: ids, engine log-probabilities, version. Then, in this order: `score`, `scores` and
+    `step_rewards` by the reward functions; the columns of the roles (actor, reference, critic, teacher); `reward`,
+    `advantages`, `returns`.
 
     prompt_ids: [P] int64; response_ids: [T] int64; response_mask: [T] bool, tokens that are trained.
     engine_log_probs: [T] fp32, of the distribution sampled from.
+    weights_version: of the oldest token; token_versions: [T] int64, of each.
     old_log_probs: [T] fp32; None while the first update's own forward stands in for them.
     ref_log_probs, teacher_log_probs, values, advantages, returns: [T] fp32; None where no role gives them.
     score: what the reward functions gave; reward: the score after penalties, normalisation and clip.
     step_rewards: (column of the response, reward) of each step that a reward function scored.
+    update_log_probs, update_entropies: [T] fp32, of the last forward of the update, for rollout files.
     expert_counts: [E] how often each expert was chosen for a token of the response; None unless they are balanced.
     """
 
@@ -36,6 +40,7 @@ class Experience:
     engine_log_probs: Tensor
     weights_version: int
     truncated: bool
+    token_versions: Tensor | None = None
     prompt_id: str = ""
     prompt: str = ""
     response: str = ""
@@ -52,6 +57,13 @@ class Experience:
     reward: float = 0.0
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    update_log_probs: Tensor | None = None
+    update_entropies: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Experience":
+        """A copy whose tensors lie on `device`."""
+        tensors: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
     @property
     def length(self) -> int:
@@ -75,6 +87,13 @@ class ExperienceBatch:
     ref_log_probs: Tensor | None
     values: Tensor | None
     returns: Tensor | None
+    rows: tuple[Experience, ...] = ()
+
+    def keep_scores(self, log_probs: Tensor, entropies: Tensor) -> None:
+        """Note what the update computed, [B, T], in the experiences themselves, for rollout files."""
+        kept = torch.stack((log_probs.detach(), entropies.detach())).cpu()
+        for index, row in enumerate(self.rows):
+            row.update_log_probs, row.update_entropies = kept[:, index, : len(row.response_ids)].clone()
 
 
 LAYOUTS: Mapping[str, Callable[[Sequence[Tensor], Sequence[Tensor], int], TokenLayout]] = {
@@ -121,6 +140,7 @@ class Collator:
             ref_log_probs=columns("ref_log_probs"),
             values=columns("values"),
             returns=columns("returns"),
+            rows=tuple(experiences),
         )
 
 

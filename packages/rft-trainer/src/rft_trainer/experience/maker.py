@@ -14,6 +14,7 @@ from rft_trainer.data import EncodedPrompt
 from rft_trainer.experience.credit import CreditAssigner
 from rft_trainer.experience.experience import Collator, Experience, placeholder, reward_sample
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
+from rft_trainer.experience.partial import PartialRollouts
 from rft_trainer.strategy.protocols import RolloutRuntime
 
 
@@ -72,26 +73,6 @@ class FastExperienceMaker:
         self._count_experts = count_experts
         self._seed = base_seed
 
-    def make(
-        self,
-        items: Sequence[int],
-        prompts: Sequence[EncodedPrompt],
-        sampling: SamplingParams,
-        *,
-        step: int,
-        roles: Roles,
-        timer: PhaseTimer,
-    ) -> tuple[list[Experience], dict[str, Mean]]:
-        """This rank's experiences, n per prompt, groups side by side, and metrics that still want their reduction.
-
-        Collective over the rollout group (generation) and the world (roles of sharded models).
-        """
-        with timer("generate"):
-            experiences = self.rollout(items, prompts, sampling, step=step)
-        with timer("rewards"):
-            self.reward(experiences)
-        return experiences, self.learnable(experiences, roles, timer)
-
     def learnable(self, experiences: Sequence[Experience], roles: Roles, timer: PhaseTimer) -> dict[str, Mean]:
         """Scored responses become what the update learns from: columns of the roles, reward, advantages.
 
@@ -112,24 +93,60 @@ class FastExperienceMaker:
         with timer("advantages"):
             return self._credit(experiences)
 
-    def rollout(
-        self, items: Sequence[int], prompts: Sequence[EncodedPrompt], sampling: SamplingParams, *, step: int
-    ) -> list[Experience]:
-        """Generate only. Collective over the rollout TP group.
+    def requests(
+        self, items: Sequence[int], prompts: Sequence[EncodedPrompt], *, step: int, number: int = 0
+    ) -> list[GenerationRequest]:
+        """One request per prompt.
 
         `items` number the prompts within their data set: they enter the seeds, so that a prompt draws the same samples
-        however the prompts are spread over ranks.
+        however the prompts are spread over ranks. `number` counts the rounds of a step.
         """
-        requests = [
-            GenerationRequest(prompt.token_ids, seed=request_seed(self._seed, step, item), request_id=f"{step}-{item}")
+        base = self._seed if number == 0 else request_seed(self._seed, step, number)
+        return [
+            GenerationRequest(prompt.token_ids, seed=request_seed(base, step, item), request_id=f"{step}-{item}")
             for item, prompt in zip(items, prompts, strict=True)
         ]
+
+    def rollout(
+        self,
+        items: Sequence[int],
+        prompts: Sequence[EncodedPrompt],
+        sampling: SamplingParams,
+        *,
+        step: int,
+        number: int = 0,
+    ) -> list[Experience]:
+        """Generate only: n responses for each item, side by side. Collective over the rollout TP group."""
         with self._runtime.awake():
-            generations = self._runtime.generate(requests, sampling)
+            generations = self._runtime.generate(self.requests(items, prompts, step=step, number=number), sampling)
         return [
             self._experience(generation, prompts[index // sampling.n], items[index // sampling.n])
             for index, generation in enumerate(generations)
         ]
+
+    def partial_rollout(
+        self,
+        partial: PartialRollouts,
+        items: Sequence[int],
+        prompts: Sequence[EncodedPrompt],
+        sampling: SamplingParams,
+        *,
+        step: int,
+    ) -> list[Experience]:
+        """Groups that were finished in this step, whenever they began; `prompts` are all of the data set.
+
+        Collective over the rollout TP group.
+        """
+        requests = self.requests(items, [prompts[item] for item in items], step=step)
+        with self._runtime.awake():
+            groups = partial.step(items, requests, sampling, version=self._runtime.weights_version)
+        experiences = []
+        for group in groups:
+            for generation, sample in zip(group.generations(sampling), group.samples, strict=True):
+                experience = self._experience(generation, prompts[group.item], group.item)
+                experience.token_versions = torch.tensor(sample.versions, dtype=torch.long)
+                experiences.append(experience)
+        return experiences
 
     def _experience(self, generation: Generation, prompt: EncodedPrompt, group: int) -> Experience:
         response_ids = torch.tensor(generation.token_ids, dtype=torch.long)
@@ -146,6 +163,7 @@ class FastExperienceMaker:
             response=self._decode(generation.token_ids),
             reference=prompt.record.reference,
             label=prompt.record.label,
+            token_versions=torch.full((len(response_ids),), generation.weights_version),
         )
 
     def take_reward_counts(self) -> dict[str, Sum]:

@@ -1,22 +1,26 @@
 """The memory of a run's phases from its configuration."""
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from rft_trainer.config import RFTConfig
-from rft_trainer.config.distribution import computes_in_bf16
-from rft_trainer.memory.forecast import ENGINE_WEIGHTS, Cluster, Forecast, forecast
+from rft_trainer.errors import ConfigurationError
+from rft_trainer.memory.forecast import ENGINE_WEIGHTS, GIB, Cluster, Forecast, Models, forecast
 from rft_trainer.memory.ledger import MemoryLedger
 from rft_trainer.memory.plan import PlacementPlan, plan_placement
-from rft_trainer.memory.shapes import model_shapes
+from rft_trainer.memory.shapes import ModelShapes, model_shapes
 from rft_trainer.memory.stage import Stage, move_metrics
 from rft_trainer.models.lora import WithoutAdapters
 from rft_trainer.strategy import Strategy, TrainState
 from rft_trainer.strategy.protocols import Movable
 from rft_trainer.strategy.residency import OPTIMIZER_SUFFIX, storage_bytes
+
+logger = logging.getLogger("rft_trainer.memory")
 
 
 def placement_plan(config: RFTConfig, trained: tuple[str, ...], frozen: tuple[str, ...]) -> PlacementPlan:
@@ -49,9 +53,12 @@ class StagedMemory:
         """Measure."""
         self.ledger.end(phase)
 
+    def begin(self, step: int) -> None:
+        """Later entries of the ledger are of `step`."""
+        self.ledger.step = step
+
     def metrics(self, step: int) -> dict[str, float]:
         """Seconds and GB/s of this rank's moves since the last step, and the ledger's peaks."""
-        self.ledger.step = step
         return {**move_metrics(self.stage.take_moves()), **self.ledger.metrics()}
 
     def table(self) -> str:
@@ -85,7 +92,7 @@ def phase_memory(
     if isinstance(runtime.engine.native, nn.Module):
         native = runtime.engine.native
         measures[ENGINE_WEIGHTS] = lambda: storage_bytes(native.parameters(), device)
-    expected = forecast_of(config, strategy.data.size, device, frozen=len(own)).phases
+    expected = _expected(config, strategy, plan, trained, own)
     file = config.output_dir / f"memory.rank{strategy.data.rank}.jsonl"
     return StagedMemory(stage, MemoryLedger(measures, plan, expected, device, file=file))
 
@@ -95,20 +102,73 @@ def _resident_bytes(memory: Movable, device: torch.device) -> int:
     return 0 if memory.on_host and device.type == "cpu" else memory.nbytes()
 
 
-def forecast_of(config: RFTConfig, ranks: int, device: torch.device, *, frozen: int) -> Forecast:
-    """What this run's ranks should hold. No communication."""
-    assert config.pretrain is not None
+def _expected(
+    config: RFTConfig,
+    strategy: Strategy,
+    plan: PlacementPlan,
+    trained: Mapping[str, TrainState],
+    frozen: Mapping[str, nn.Module],
+) -> Mapping[str, Mapping[str, int]]:
+    """The forecast of the models that are there; empty for an architecture that transformers cannot build by itself."""
+    device = strategy.device
     capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    bf16 = computes_in_bf16(config, device.type)
-    return forecast_from_config(config, Cluster(ranks=ranks, device_bytes=capacity, bf16=bf16), frozen=frozen)
+    cluster = Cluster(ranks=strategy.data.size, device_bytes=capacity, bf16=strategy.bf16)
+    try:
+        models = models_of(
+            config,
+            _hf_config(trained["actor"].network),
+            critic=_hf_config(trained["critic"].network) if "critic" in trained else None,
+            frozen={role: _hf_config(model) for role, model in frozen.items()},
+        )
+    except ConfigurationError as unknown:
+        logger.warning("no forecast beside the measured bytes: %s", unknown)
+        return {}
+    made = forecast(config, cluster, plan, models)
+    log_forecast(made, capacity)
+    return made.phases
 
 
-def forecast_from_config(config: RFTConfig, cluster: Cluster, *, frozen: int) -> Forecast:
-    """The forecast of `config` on `cluster`, from the checkpoint's config.json."""
-    assert config.pretrain is not None
-    base = model_shapes(config.pretrain)
-    actor = base
+def log_forecast(made: Forecast, device_bytes: int | None) -> None:
+    """One line at start-up; a warning when the largest phase is larger than the device."""
+    text = f"forecast for a rank: {made.peak / GIB:.2f} GiB in {made.peak_phase}, the largest phase"
+    if device_bytes is None:
+        logger.info("%s", text)
+    elif made.peak <= device_bytes:
+        logger.info("%s, of %.2f GiB", text, device_bytes / GIB)
+    else:
+        logger.warning(
+            "%s, and the device has %.2f GiB: it will probably not fit; --dry_run says which flag would help",
+            text,
+            device_bytes / GIB,
+        )
+
+
+def models_of(
+    config: RFTConfig,
+    actor: Any,
+    *,
+    critic: Any | None,
+    frozen: Mapping[str, Any],
+    shapes: Callable[..., ModelShapes] = model_shapes,
+) -> Models:
+    """Shapes of a run's models from their Hugging Face configurations; `shapes` makes those of one.
+
+    Raises:
+        ConfigurationError: one of them describes no causal model.
+    """
+    base = shapes(actor)
+    policy = base
     if config.freeze or config.lora_rank:
-        actor = model_shapes(config.pretrain, freeze=config.freeze, adapters=config.adapters(config.seed))
-    plan = placement_plan(config, ("actor",), ("reference",) if frozen else ())
-    return forecast(config, cluster, plan, actor, base, frozen=frozen)
+        policy = shapes(actor, freeze=config.freeze, adapters=config.adapters(config.seed))
+    trained = {"actor": policy}
+    if critic is not None:
+        trained["critic"] = shapes(critic, critic=True)
+    return Models(trained=trained, frozen={role: shapes(found) for role, found in frozen.items()}, base=base)
+
+
+def _hf_config(model: nn.Module) -> Any:
+    for module in model.modules():
+        found = getattr(module, "config", None)
+        if hasattr(found, "get_text_config"):
+            return found
+    raise ConfigurationError(f"{type(model).__name__} has no Hugging Face configuration")

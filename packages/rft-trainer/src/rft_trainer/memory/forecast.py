@@ -1,5 +1,6 @@
 """Bytes that each owner will hold on one rank, from shapes and settings alone."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rft_trainer.config import RFTConfig
@@ -11,6 +12,9 @@ ACTIVATIONS = "activations"
 GRADIENTS = "gradients"
 KV_CACHE = "kv cache"
 ENGINE_WEIGHTS = "engine weights"
+GATHERED = "gathered weights"
+_COMPUTING = ("actor_log_probs", "reference", "critic_values", "teacher", "update", "sync")
+GIB = 2**30
 _FP32 = 4
 _HEAD_CHUNK = 1024
 _HF_KV_BYTES = 4 << 30
@@ -49,16 +53,20 @@ def _fsdp_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> Sta
     compute = 2 if cluster.bf16 else _FP32
     # Under adapters nothing trains the weights, and they are held in the dtype of the computation.
     frozen = compute if config.lora_rank else _FP32
-    trained_shard = sum(p.shard_numel(cluster.ranks) for p in shapes.parameters if p.trained)
-    frozen_shard = sum(p.shard_numel(cluster.ranks) for p in shapes.parameters if not p.trained)
+    ranks = config.fsdp_shard_size or cluster.ranks
+    trained_shard = sum(p.shard_numel(ranks) for p in shapes.parameters if p.trained)
+    frozen_shard = sum(p.shard_numel(ranks) for p in shapes.parameters if not p.trained)
     steps = sum(p.trained for p in shapes.parameters)
     # Outside the blocks stays whole until backward; of blocks one computes and the next is fetched.
-    gathered = compute * (shapes.block_numel(-1) + 2 * shapes.largest_block_numel)
+    blocks = 2 * shapes.largest_block_numel if config.fsdp_reshard else shapes.numel - shapes.block_numel(-1)
+    gathered = compute * (shapes.block_numel(-1) + blocks)
+    if config.fsdp_cpu_offload:
+        return StateBytes(shapes.buffer_bytes, 0, 0, gathered)
     return StateBytes(
         weights=_FP32 * trained_shard + frozen * frozen_shard + shapes.buffer_bytes,
         gradients=_FP32 * trained_shard,
         optimizer=_FP32 * (2 * trained_shard + steps),
-        gathered=gathered if cluster.ranks > 1 or cluster.bf16 else 0,
+        gathered=gathered if ranks > 1 or cluster.bf16 else 0,
     )
 
 
@@ -68,7 +76,8 @@ def _zero_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> Sta
     trained, whole = shapes.trained_numel, shapes.numel
     part = -(-trained // ranks)
     weights = compute * (-(-whole // ranks) if stage == 3 else whole) + shapes.buffer_bytes
-    gradients = compute * (part if stage >= 2 else trained)
+    # Below stage 2 whole gradients are held until they are reduced.
+    gradients = compute * (trained if stage < 2 else part if stage == 3 else _partition_gradients(shapes, ranks))
     if stage == 0:
         optimizer = _FP32 * 2 * trained + (_FP32 * trained if cluster.bf16 else 0)
     else:
@@ -78,11 +87,29 @@ def _zero_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> Sta
     return StateBytes(weights, gradients, optimizer, gathered)
 
 
+def _partition_gradients(shapes: ModelShapes, ranks: int) -> int:
+    """Elements of the gradients that one rank keeps in stage 2, the most of any rank.
+
+    Matrices and vectors are two groups, each cut into equal parts; a tensor across a cut is kept whole on both sides.
+    """
+    held = [0] * ranks
+    for matrices in (True, False):
+        numels = [p.numel for p in shapes.parameters if p.trained and (len(p.shape) >= 2) is matrices]
+        part = max(1, -(-sum(numels) // ranks))
+        start = 0
+        for numel in numels:
+            for rank in range(start // part, (start + numel - 1) // part + 1):
+                held[rank] += numel
+            start += numel
+    return max(held)
+
+
 def frozen_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> int:
     """Of a model that is only scored, at rest."""
     compute = 2 if cluster.bf16 else _FP32
     if config.fsdp:
-        return _FP32 * sum(p.shard_numel(cluster.ranks) for p in shapes.parameters) + shapes.buffer_bytes
+        ranks = config.fsdp_shard_size or cluster.ranks
+        return _FP32 * sum(p.shard_numel(ranks) for p in shapes.parameters) + shapes.buffer_bytes
     if config.zero_stage == 3:
         return compute * -(-shapes.numel // cluster.ranks) + shapes.buffer_bytes
     return compute * shapes.numel + shapes.buffer_bytes
@@ -106,11 +133,11 @@ def activation_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -
 
 def engine_bytes(base: ModelShapes, config: RFTConfig, cluster: Cluster) -> tuple[int, int]:
     """(weights, KV cache) of the rollout engine on one rank, for a checkpoint without adapters."""
-    size = 2 if cluster.bf16 else _FP32
-    weights = size * -(-base.numel // config.engine_tp_size)
+    size, split = base.checkpoint_itemsize, config.engine_tp_size
+    weights = size * -(-base.numel // split)
     longest = config.prompt_max_len + config.generate_max_len
-    rows = config.samples_per_step // cluster.ranks * config.engine_tp_size
-    wanted = rows * longest * base.kv_bytes_per_token * size // 2 // config.engine_tp_size
+    rows = -(-config.samples_per_step // cluster.ranks) * split
+    wanted = rows * longest * size * -(-base.kv_numel_per_token // split)
     if config.engine_type == "hf":
         return weights, min(wanted, _HF_KV_BYTES)
     if cluster.device_bytes is None:
@@ -125,10 +152,12 @@ class Forecast:
 
     phases: phase -> owner -> bytes on the device.
     sync_bytes: sent at each sync.
+    host_bytes: pinned mirrors of what leaves the device.
     """
 
-    phases: dict[str, dict[str, int]]
+    phases: Mapping[str, Mapping[str, int]]
     sync_bytes: int
+    host_bytes: int
 
     def total(self, phase: str) -> int:
         """All owners of a phase."""
@@ -139,39 +168,51 @@ class Forecast:
         """The phase that holds most."""
         return max(self.phases, key=self.total)
 
+    @property
+    def peak(self) -> int:
+        """Bytes of that phase."""
+        return self.total(self.peak_phase)
 
-def forecast(
-    config: RFTConfig, cluster: Cluster, plan: PlacementPlan, actor: ModelShapes, base: ModelShapes, *, frozen: int
-) -> Forecast:
-    """What one rank will hold in each phase.
 
-    Args:
-        config: the run's settings.
-        cluster: ranks, device, precision.
-        plan: who is where in which phase.
-        actor: with its adapters.
-        base: the checkpoint, which reference and engine hold.
-        frozen: number of models that are only scored and have weights of their own.
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Shapes of everything a run holds.
+
+    trained: role -> model with its adapters; `actor` is one.
+    frozen: role -> model that is only scored and has weights of its own.
+    base: the actor's checkpoint, which the engine holds.
     """
-    state = trained_bytes(actor, config, cluster)
-    weights, kv = engine_bytes(base, config, cluster)
-    scored = frozen_bytes(base, config, cluster) * frozen
+
+    trained: Mapping[str, ModelShapes]
+    frozen: Mapping[str, ModelShapes]
+    base: ModelShapes
+
+
+def forecast(config: RFTConfig, cluster: Cluster, plan: PlacementPlan, models: Models) -> Forecast:
+    """What one rank will hold in each phase."""
+    held: dict[str, int] = {}
+    gathered = gradients = activations = 0
+    for role, shapes in models.trained.items():
+        state = trained_bytes(shapes, config, cluster)
+        held[role], held[role + OPTIMIZER_SUFFIX] = state.weights, state.optimizer
+        gathered, gradients = max(gathered, state.gathered), gradients + state.gradients
+        activations = max(activations, activation_bytes(shapes, config, cluster))
+    held.update({role: frozen_bytes(shapes, config, cluster) for role, shapes in models.frozen.items()})
+    weights, kv = engine_bytes(models.base, config, cluster)
     phases: dict[str, dict[str, int]] = {}
-    for phase in PHASES:
-        held = {"actor": state.weights, "actor" + OPTIMIZER_SUFFIX: state.optimizer, "reference": scored}
-        row = {
-            owner: size for owner, size in held.items() if size and plan.placement(owner, phase) is not Placement.HOST
-        }
-        awake = plan.placement(ENGINE, phase)
-        if awake is not Placement.HOST or not config.enable_engine_sleep:
+    absent = {role for role in ("critic_values", "teacher") if role.partition("_")[0] not in held}
+    for phase in (phase for phase in PHASES if phase not in absent):
+        row = {owner: size for owner, size in held.items() if plan.placement(owner, phase) is not Placement.HOST}
+        engine = plan.placement(ENGINE, phase)
+        if engine is not Placement.HOST:
             row[ENGINE_WEIGHTS] = weights
-        if awake is Placement.DEVICE or (awake is Placement.ANY and not config.enable_engine_sleep):
+        if engine is Placement.DEVICE or (engine is Placement.ANY and not config.enable_engine_sleep):
             row[KV_CACHE] = kv
-        if phase in ("update", "actor_log_probs", "reference", "sync"):
-            row["gathered weights"] = state.gathered
+        if phase in _COMPUTING:
+            row[GATHERED] = gathered
         if phase == "update":
-            row["actor" + OPTIMIZER_SUFFIX] = state.optimizer
-            row[GRADIENTS] = state.gradients
-            row[ACTIVATIONS] = activation_bytes(actor, config, cluster)
+            row |= {GRADIENTS: gradients, ACTIVATIONS: activations}
         phases[phase] = {owner: size for owner, size in row.items() if size}
-    return Forecast(phases, base.numel * (2 if cluster.bf16 else _FP32))
+    leaving = (o for o in held if any(plan.placement(o, phase) is Placement.HOST for phase in PHASES))
+    sent = models.base.numel * models.base.checkpoint_itemsize
+    return Forecast(phases, sent, sum(held[owner] for owner in leaving))

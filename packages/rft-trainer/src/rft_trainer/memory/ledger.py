@@ -2,9 +2,10 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,10 +21,11 @@ OTHER = "other device memory"
 class LedgerEntry:
     """One phase that ended.
 
-    measured: owner -> bytes of its live storages; on a GPU also the allocator's slack, and what is in use on the device
-        outside torch (engines with an allocator of their own, contexts).
+    measured: owner -> bytes of its live storages; on a GPU also the slack of torch's common pool, and what is in use on
+        the device beside that pool (engines, CUDA graphs, contexts).
     expected: owner -> bytes by the forecast; empty without one.
-    peak: most bytes that torch had allocated during the phase; on a CPU the sum of what was measured.
+    peak: most bytes that were allocated in torch's common pool during the phase, if private pools did not change in it;
+        on a CPU the sum of what was measured.
     """
 
     step: int
@@ -39,6 +41,20 @@ class LedgerEntry:
             for owner, size in self.measured.items()
         )
         return f"step {self.step} {self.phase}: peak {self.peak / MIB:.1f} MiB; measured (expected) {parts}"
+
+
+def common_pool(segments: Iterable[Mapping[str, Any]], device: int) -> tuple[int, int]:
+    """Bytes reserved and bytes allocated in torch's common pool on one device.
+
+    Private pools are left out: an engine that sleeps keeps its pool's addresses without memory behind them, and torch
+    goes on counting them; what an engine or a CUDA graph really holds is seen from the device's side.
+
+    Args:
+        segments: of `torch.cuda.memory_snapshot()`.
+        device: index.
+    """
+    common = [s for s in segments if s["device"] == device and tuple(s.get("segment_pool_id", (0, 0))) == (0, 0)]
+    return sum(s["total_size"] for s in common), sum(s["allocated_size"] for s in common)
 
 
 class MemoryLedger:
@@ -88,10 +104,12 @@ class MemoryLedger:
                 self._warn(f"{owner} holds {size / MIB:.1f} MiB at the end of {phase}: the plan has it on the host")
         peak = sum(measured.values())
         if self._device.type == "cuda":
-            allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+            segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            reserved, allocated = common_pool(segments, self._device.index or 0)
             free, total = torch.cuda.mem_get_info(self._device)
             measured |= {SLACK: reserved - allocated, OTHER: total - free - reserved}
-            peak = torch.cuda.max_memory_allocated(self._device)
+            in_pools = torch.cuda.memory_allocated(self._device) - allocated
+            peak = torch.cuda.max_memory_allocated(self._device) - in_pools
         entry = LedgerEntry(self.step, phase, measured, dict(self._expected.get(phase, {})), peak)
         self._last[phase] = entry
         self._peaks[phase] = max(peak, self._peaks.get(phase, 0))

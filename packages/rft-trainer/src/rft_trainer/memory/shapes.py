@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from rft_trainer.errors import ConfigurationError
+from rft_trainer.models import Critic
 from rft_trainer.models.lora import AdapterConfig, add_adapters
 from rft_trainer.optim import freeze_prefixes
+from rft_trainer.strategy.fsdp import transformer_blocks
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class ModelShapes:
     """What a model's memory follows from.
 
     buffer_bytes: of buffers that no rank shares with another.
-    kv_bytes_per_token: of keys and values of one token in 16 bit.
+    kv_numel_per_token: elements of the keys and values of one token.
+    checkpoint_itemsize: bytes of an element in the checkpoint's dtype, which an engine takes over.
     """
 
     parameters: tuple[ParameterShape, ...]
@@ -49,7 +52,8 @@ class ModelShapes:
     layers: int
     vocabulary: int
     intermediate: int
-    kv_bytes_per_token: int
+    kv_numel_per_token: int
+    checkpoint_itemsize: int
 
     @property
     def numel(self) -> int:
@@ -71,33 +75,57 @@ class ModelShapes:
         return max((self.block_numel(block) for block in {p.block for p in self.parameters if p.block >= 0}), default=0)
 
 
-def model_shapes(pretrain: str, *, freeze: tuple[str, ...] = (), adapters: AdapterConfig | None = None) -> ModelShapes:
-    """Shapes of the causal model that `config.json` of the folder describes, with its frozen prefixes and adapters.
+def read_config(pretrain: str) -> Any:
+    """The configuration of a checkpoint folder; weights are not needed.
 
     Raises:
-        ConfigurationError: the folder has no configuration that transformers knows.
+        ConfigurationError: none that transformers knows.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
-        config: Any = AutoConfig.from_pretrained(str(Path(pretrain).expanduser()))
+        return AutoConfig.from_pretrained(str(Path(pretrain).expanduser()))
+    except (OSError, ValueError, KeyError) as error:
+        problem = f"pretrain is {pretrain!r}: no config.json can be read ({_first_line(error)})"
+        raise ConfigurationError(problem) from error
+
+
+def model_shapes(
+    config: Any, *, freeze: tuple[str, ...] = (), adapters: AdapterConfig | None = None, critic: bool = False
+) -> ModelShapes:
+    """Shapes of the causal model that a Hugging Face configuration describes.
+
+    Args:
+        config: of the checkpoint.
+        freeze: prefixes that stay fixed.
+        adapters: what is trained in their place.
+        critic: the body with one number per token in place of the vocabulary.
+
+    Raises:
+        ConfigurationError: no causal model can be made from it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    make: Any = AutoModelForCausalLM.from_config
+    try:
         with torch.device("meta"):
-            make: Any = AutoModelForCausalLM.from_config
             model: nn.Module = make(config)
+            if critic:
+                model = Critic(model)
             freeze_prefixes(model, freeze)
             if adapters is not None:
                 model = add_adapters(model, adapters)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        problem = f"pretrain is {pretrain!r}: no model can be made from its config.json ({reason})"
+    except (ValueError, KeyError) as error:
+        problem = f"no causal model can be made from {type(config).__name__} ({_first_line(error)})"
         raise ConfigurationError(problem) from error
-    return shapes_of(model, config)
+    return _shapes_of(model, config)
 
 
-def shapes_of(model: nn.Module, config: Any) -> ModelShapes:
-    """Shapes of a model that exists."""
-    from rft_trainer.strategy.fsdp import transformer_blocks
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
+
+def _shapes_of(model: nn.Module, config: Any) -> ModelShapes:
     block_of = {
         id(parameter): number
         for number, block in enumerate(transformer_blocks(model))
@@ -106,6 +134,7 @@ def shapes_of(model: nn.Module, config: Any) -> ModelShapes:
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dtype = getattr(config, "dtype", None) or torch.float32
     return ModelShapes(
         parameters=tuple(
             ParameterShape(name, tuple(p.shape), p.requires_grad, block_of.get(id(p), -1))
@@ -116,7 +145,8 @@ def shapes_of(model: nn.Module, config: Any) -> ModelShapes:
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        kv_bytes_per_token=2 * 2 * text.num_hidden_layers * heads * head_dim,
+        kv_numel_per_token=2 * text.num_hidden_layers * heads * head_dim,
+        checkpoint_itemsize=dtype.itemsize,
     )
 
 

@@ -67,7 +67,9 @@ class Stage:
         for memory in leaving:
             memory.offload()
         slept = False
-        if self._wants(ENGINE, phase, Placement.HOST):
+        # A phase that leaves the engine as it is does so after a sync; one that is wide awake makes room.
+        awake = not generates and self._wants(ENGINE, before, Placement.DEVICE)
+        if awake or self._wants(ENGINE, phase, Placement.HOST):
             # A rollout is followed by an update and a sync, an evaluation is not.
             slept = self._runtime.sleep(update_follows=self._full_updates and before == "generate")
         if leaving and self._device.type == "cuda":

@@ -95,12 +95,20 @@ def decode(decoder: Any, layout: TokenLayout, **options: Any) -> Any:
 class Actor(nn.Module):
     """Scores tokens of given sequences under a causal language model.
 
-    `temperature`, `top_p` and `top_k` are those of the rollouts, so that an on-policy ratio is 1; for the same
+    Temperatures, `top_p` and `top_k` are those of the rollouts, so that an on-policy ratio is 1; for the same
     reason no dropout is left in the model.
     Raises UnsupportedCombination when the output layer is not a plain linear layer.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        first_token_temperature: float | None = None,
+    ) -> None:
         super().__init__()
         head = cast(Any, model).get_output_embeddings()
         if type(head) not in (nn.Linear, LogProbHead):
@@ -111,19 +119,28 @@ class Actor(nn.Module):
         # The class changes in place: the parameter, its name and its tie to the embedding stay.
         head.__class__ = LogProbHead
         self.model = without_dropout(model)
-        self._scoring = self.scoring_of(temperature=temperature, top_p=top_p, top_k=top_k)
+        self._scoring = self.scoring_of(
+            temperature=temperature, top_p=top_p, top_k=top_k, first_token_temperature=first_token_temperature
+        )
 
     @staticmethod
-    def scoring_of(*, temperature: float, top_p: float, top_k: int) -> dict[str, Any]:
+    def scoring_of(
+        *, temperature: float, top_p: float, top_k: int, first_token_temperature: float | None = None
+    ) -> dict[str, Any]:
         """What is scored for rollouts with these numbers."""
         # Engines report greedy rollouts (temperature 0) under the full distribution at temperature 1.
         if temperature == 0:
-            return {"temperature": 1.0, "top_p": 1.0, "top_k": None}
-        return {"temperature": temperature, "top_p": top_p, "top_k": top_k or None}
+            return {"temperature": 1.0, "top_p": 1.0, "top_k": None, "first_token_temperature": None}
+        return {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k or None,
+            "first_token_temperature": first_token_temperature,
+        }
 
     @property
     def scoring(self) -> Mapping[str, Any]:
-        """Temperature, top_p and top_k of the distribution that is scored."""
+        """Temperatures, top_p and top_k of the distribution that is scored."""
         return self._scoring
 
     def freeze(self, prefixes: Sequence[str]) -> list[str]:
@@ -159,13 +176,29 @@ class Actor(nn.Module):
 
     def forward(self, layout: TokenLayout, *, with_experts: bool = False) -> TokenScores:
         """Score the response tokens of `layout`, [B, T]; `with_experts` adds what the balance of experts needs."""
-        decoder, mask = cast(Any, self.model).get_decoder(), layout.mask
+        decoder = cast(Any, self.model).get_decoder()
         output = decode(decoder, layout, **({"output_router_logits": True} if with_experts else {}))
-        hidden = output[0]
-        head = cast(Any, self.model).get_output_embeddings()
-        log_probs, entropy = head(hidden.flatten(0, 1)[layout.predictors[mask]], layout.labels[mask], **self._scoring)
-        scores = TokenScores(scatter_tokens(log_probs, mask), scatter_tokens(entropy, mask))
+        scores = self._score_tokens(output[0].flatten(0, 1), layout)
         return self._with_experts(scores, output.router_logits, layout) if with_experts else scores
+
+    def _score_tokens(self, hidden: Tensor, layout: TokenLayout) -> TokenScores:
+        """Log-probabilities and entropies [B, T] from hidden states [R * L, H]."""
+        head = cast(Any, self.model).get_output_embeddings()
+        options = dict(self._scoring)
+        first = options.pop("first_token_temperature")
+        parts = [(layout.mask, options)]
+        if first is not None:
+            is_first = layout.mask & (torch.arange(layout.mask.shape[1], device=layout.mask.device) == 0)
+            parts = [(layout.mask & ~is_first, options), (is_first, {**options, "temperature": first})]
+        scores = [
+            tuple(
+                scatter_tokens(flat, mask) for flat in head(hidden[layout.predictors[mask]], layout.labels[mask], **how)
+            )
+            for mask, how in parts
+        ]
+        # Each token is in one part and 0 in the other.
+        log_probs, entropy = (sum(columns[1:], columns[0]) for columns in zip(*scores, strict=True))
+        return TokenScores(log_probs, entropy)
 
     def _with_experts(self, scores: TokenScores, layers: Sequence[Tensor], layout: TokenLayout) -> TokenScores:
         assert self.experts is not None

@@ -1,5 +1,6 @@
 """Attention over rows laid end to end: each attends to itself alone, and no [S, S] mask exists."""
 
+import inspect
 from itertools import pairwise
 from typing import Any
 
@@ -68,6 +69,9 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    # torch 2.11 groups heads unasked and does not know the word; later ones want it.
+    known = inspect.signature(varlen_attn).parameters
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
     # (-1, 0) is causal; a window of W tokens includes the token itself.
     left = -1 if window is None else window - 1
     attended = varlen_attn(
@@ -80,7 +84,7 @@ def _varlen(
         longest,
         scale=scale,
         window_size=(left, 0),
-        enable_gqa=True,
+        **grouped,
     )
     assert isinstance(attended, Tensor)
     return attended[None]

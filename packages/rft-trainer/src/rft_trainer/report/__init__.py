@@ -1,8 +1,8 @@
 """What a run tells: metrics, rollouts and console lines."""
 
 from rft_trainer.report.console import Column, Console, PhaseProgress
-from rft_trainer.report.metrics import JsonlLogger, LoggerGroup, MetricLogger, TensorBoardLogger
-from rft_trainer.report.rollouts import Rollout, RolloutWriter
+from rft_trainer.report.metrics import JsonlLogger, LoggerGroup, MetricLogger, TensorBoardLogger, WandbLogger
+from rft_trainer.report.rollouts import Rollout, RolloutWriter, token_texts
 
 __all__ = [
     "Column",
@@ -14,4 +14,6 @@ __all__ = [
     "Rollout",
     "RolloutWriter",
     "TensorBoardLogger",
+    "WandbLogger",
+    "token_texts",
 ]

@@ -1,9 +1,11 @@
 """What a person sees: a progress bar for each phase on a terminal, one line a step everywhere, on rank 0 alone."""
 
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -61,6 +63,7 @@ class Console:
         self._rich = RichConsole(file=stream, quiet=not enabled, width=width, highlight=False, soft_wrap=not terminal)
         self._draws_bars = enabled and terminal
         self._progress: Progress | None = None
+        self._first_step: tuple[int, float] | None = None
 
     @contextmanager
     def phase(self, name: str, total: float | None = None) -> Iterator[PhaseProgress]:
@@ -87,9 +90,24 @@ class Console:
                 self._progress = None
 
     def step_line(self, step: int, metrics: Mapping[str, float], *, total_steps: int | None = None) -> None:
-        """One line with the console's columns; a metric that is missing shows as a dash."""
+        """One line with the console's columns; a metric that is missing shows as a dash.
+
+        With `total_steps` the line ends with the time that the rest will take at the pace of the steps so far.
+        """
         count = f"step {step}" if total_steps is None else f"step {step}/{total_steps}"
-        self.line("  ".join([count, *(column.text(metrics) for column in self._columns)]))
+        rest = [] if total_steps is None else self._time_left(step, total_steps)
+        self.line("  ".join([count, *(column.text(metrics) for column in self._columns), *rest]))
+
+    def _time_left(self, step: int, total_steps: int) -> list[str]:
+        now = time.monotonic()
+        if self._first_step is None:
+            self._first_step = (step, now)
+            return []
+        first, start = self._first_step
+        if step <= first or step >= total_steps:
+            return []
+        seconds = round((now - start) / (step - first) * (total_steps - step))
+        return [f"left {timedelta(seconds=seconds)}"]
 
     def line(self, text: str) -> None:
         """Print one line as it is, above any bar."""

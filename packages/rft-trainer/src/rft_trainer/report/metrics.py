@@ -3,10 +3,11 @@
 import json
 import math
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import Literal, Protocol, Self, runtime_checkable
 
 from rft_trainer.errors import ConfigurationError
 
@@ -111,6 +112,61 @@ class TensorBoardLogger:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class WandbLogger:
+    """A run of wandb; without network by default, in files that `wandb sync` sends later.
+
+    Args:
+        folder: of wandb's files; created when missing. It also keeps the run's id, so that a resume continues it.
+        project: of wandb.
+        mode: "offline" or "online".
+        settings: of the run, shown beside its curves.
+        resume_after: None begins a run; a number continues the folder's run under the same id. Offline that is a second
+            folder beside the first, and `wandb sync` sends both to one run, which keeps what it had of a step.
+
+    Raises:
+        ConfigurationError: the extra `wandb` is missing, or wandb cannot begin.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        project: str,
+        mode: Literal["offline", "online"] = "offline",
+        settings: Mapping[str, object] | None = None,
+        resume_after: int | None = None,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigurationError(
+                "logging to wandb needs the extra `wandb`, which is not installed; run: "
+                "pip install 'rft-trainer[wandb]'"
+            ) from error
+        folder = Path(folder)
+        name = folder / "run_id"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if resume_after is None or not name.is_file():
+                name.write_text(uuid.uuid4().hex[:8])
+            self._run = wandb.init(
+                project=project,
+                dir=str(folder),
+                mode=mode,
+                id=name.read_text(),
+                resume="allow",
+                config=dict(settings or {}),
+            )
+        except (OSError, wandb.errors.Error) as error:
+            raise ConfigurationError(f"wandb cannot begin a run in {folder}: {error}") from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 class LoggerGroup:

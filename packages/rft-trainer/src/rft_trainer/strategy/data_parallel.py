@@ -43,6 +43,12 @@ class WorldDataParallel:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         return int(largest)
 
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """The integers of each rank, however many it has. Collective over the world."""
+        gathered: list[list[int]] = [[] for _ in range(self.size)]
+        dist.all_gather_object(gathered, list(values), group=self._group)
+        return gathered
+
     def on_main(self, action: Callable[[], None]) -> None:
         """Run on rank 0; its error is raised on every rank. Collective over the world."""
         run_on_first_rank(action, self._group)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from rft_trainer.config import OptimizerConfig
 from rft_trainer.errors import CheckpointError
 from rft_trainer.optim import build_adamw, build_schedule
+from rft_trainer.strategy.checkpoint_engine import ShardFiles
 from rft_trainer.strategy.protocols import Movable, Move, StateMemory, StepReport, TrainState
 from rft_trainer.strategy.residency import (
     OPTIMIZER_SUFFIX,
@@ -32,18 +34,36 @@ _TAG = "state"
 
 
 class DeepspeedBackend:
-    """TrainingBackend on DeepSpeed.
+    """TrainingBackend and Residency on DeepSpeed.
 
-    Stage 0 is plain data parallelism. With `bf16` DeepSpeed keeps fp32 masters. With `adam_offload` the optimiser
-    lives on the host (stages 1 to 3).
+    Args:
+        device: of this rank.
+        stage: of ZeRO; 0 is plain data parallelism.
+        bf16: compute in bfloat16; DeepSpeed keeps fp32 masters.
+        adam_offload: the optimiser lives and steps on the host (stages 1 to 3).
+        hpz_size: ranks of stage 3's secondary partition (ZeRO++ hpZ); 1: none.
+        overlap: reduce gradients during backward; None: on a GPU.
     """
 
-    def __init__(self, device: torch.device, *, stage: int, bf16: bool = False, adam_offload: bool = False) -> None:
+    resizable = False
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        stage: int,
+        bf16: bool = False,
+        adam_offload: bool = False,
+        hpz_size: int = 1,
+        overlap: bool | None = None,
+    ) -> None:
         self._device = device
         self.name = f"deepspeed zero {stage}"
         self._stage = stage
         self._bf16 = bf16
         self._adam_offload = adam_offload
+        self._hpz_size = hpz_size
+        self._overlap = device.type == "cuda" if overlap is None else overlap
         self._roles = RoleMemory()
 
     @staticmethod
@@ -91,7 +111,9 @@ class DeepspeedBackend:
         return wrapped
 
     def _settings(self, max_norm: float) -> dict[str, Any]:
-        zero: dict[str, Any] = {"stage": self._stage, "overlap_comm": self._device.type == "cuda"}
+        zero: dict[str, Any] = {"stage": self._stage, "overlap_comm": self._overlap}
+        if self._hpz_size > 1:
+            zero["zero_hpz_partition_size"] = self._hpz_size
         if self._adam_offload:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self._device.type == "cuda"}
         return {
@@ -174,10 +196,18 @@ class DeepspeedBackend:
                 optimizer.averaged_gradients[key] = None
                 optimizer.all_grad_tensors[key] = None
 
-    def save(self, state: TrainState, folder: Path) -> None:
-        """Write DeepSpeed's own checkpoint. Collective over the world."""
+    def save(self, state: TrainState, folder: Path, *, background: bool = False) -> Future[Any] | None:
+        """Write DeepSpeed's own checkpoint. Collective over the world.
+
+        With `background` the state is copied to the host and the files are written meanwhile.
+
+        Raises:
+            OSError, RuntimeError: on the rank that cannot write.
+        """
         reload_state(state)
         engine: Any = state.module
+        files = self._shard_files(engine)
+        files.copies = background
         engine.save_checkpoint(
             str(folder),
             tag=_TAG,
@@ -185,15 +215,31 @@ class DeepspeedBackend:
             # Frozen weights are those of the initial checkpoint, which a resumed run reads anyway.
             exclude_frozen_parameters=True,
         )
+        written = files.written()
+        if background:
+            return written
+        written.result()
+        return None
 
     def load(self, state: TrainState, folder: Path) -> None:
         """Read DeepSpeed's own checkpoint; the world size must be the one that wrote it. Collective over the world."""
         reload_state(state)
         engine: Any = state.module
+        self._shard_files(engine)
         path, client = engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=False)
         if path is None:
             raise CheckpointError(f"{folder}: DeepSpeed found no checkpoint with tag {_TAG!r} there")
         state.scheduler.load_state_dict(client["scheduler"])
+
+    def _shard_files(self, engine: Any) -> ShardFiles:
+        """This package's reader and writer in the place of DeepSpeed's, which unpickles whatever a file asks for."""
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        if not isinstance(engine.checkpoint_engine, ShardFiles):
+            engine.checkpoint_engine = ShardFiles([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
+        return engine.checkpoint_engine
 
     def memory_of(self, model: TrainState | nn.Module) -> Movable:
         """Where a trained state's model, or a frozen model, is."""

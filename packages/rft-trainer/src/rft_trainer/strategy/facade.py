@@ -1,6 +1,8 @@
 """The documented Strategy surface: one object for apps that delegates to the backend, the groups and the engine."""
 
 import gc
+import hashlib
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from rft_dist import DistributedConfig, DistributedSession, ParallelLayout, build_rollout_groups, distributed_session
 from rft_engines import EngineConfig, Generation, GenerationRequest, SamplingParams, create_engine
-from rft_sync import SyncReport
+from rft_sync import SyncReport, source_for
 from rft_trainer.config import OptimizerConfig, RFTConfig
 from rft_trainer.config.distribution import computes_in_bf16
 from rft_trainer.data import DataSampler
@@ -206,6 +208,17 @@ class Strategy:
         self.backend.reload_model(state)
         export_model(state, folder, tokenizer, group=self.host_group)
 
+    def parameter_count(self, state: TrainState) -> int:
+        """Weights of the model, tied ones once. No communication."""
+        metadata = source_for(state.checkpoint_module).metadata()
+        return sum(math.prod(meta.shape) for meta in metadata if meta.alias_of is None)
+
+    def model_form(self, state: TrainState) -> str:
+        """Names and shapes of the model's weights, as one short text. No communication."""
+        metadata = sorted(source_for(state.checkpoint_module).metadata(), key=lambda meta: meta.name)
+        forms = "\n".join(f"{meta.name} {tuple(meta.shape)}" for meta in metadata)
+        return f"{len(metadata)} tensors, {hashlib.sha256(forms.encode()).hexdigest()[:12]}"
+
     def save_adapter(self, state: TrainState, folder: Path) -> None:
         """Write the adapter of a LoRA actor in PEFT's format. Collective over the world."""
         self.backend.reload_model(state)
@@ -220,7 +233,14 @@ class FSDPV2Strategy(Strategy):
     """Strategy on torch FSDP2; its group comes from torch."""
 
     def _make_backend(self, device: torch.device, bf16: bool) -> FSDPBackend:
-        return FSDPBackend(device, bf16=bf16)
+        config = self.config
+        return FSDPBackend(
+            device,
+            bf16=bf16,
+            shard_size=config.fsdp_shard_size,
+            reshard=config.fsdp_reshard,
+            cpu_offload=config.fsdp_cpu_offload,
+        )
 
 
 class DeepspeedStrategy(Strategy):
@@ -229,7 +249,15 @@ class DeepspeedStrategy(Strategy):
     initialise = staticmethod(DeepspeedBackend.initialise)
 
     def _make_backend(self, device: torch.device, bf16: bool) -> DeepspeedBackend:
-        return DeepspeedBackend(device, stage=self.config.zero_stage, bf16=bf16, adam_offload=self.config.adam_offload)
+        config = self.config
+        return DeepspeedBackend(
+            device,
+            stage=config.zero_stage,
+            bf16=bf16,
+            adam_offload=config.adam_offload,
+            hpz_size=config.zero_hpz_size,
+            overlap=config.zero_overlap,
+        )
 
 
 def get_strategy(args: RFTConfig) -> Strategy:

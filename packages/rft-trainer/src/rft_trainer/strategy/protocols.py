@@ -1,6 +1,7 @@
 """Narrow protocols between the trainer and the machinery of a backend."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,8 @@ class TrainingBackend(Protocol):
     """Wrapping, backward, optimiser step and sharded state of one backend."""
 
     name: str
+    resizable: bool
+    """A checkpoint can be read by another number of ranks."""
 
     def prepare(self, model: nn.Module, config: OptimizerConfig, *, role: str = "actor") -> TrainState:
         """Wrap a model and build its optimiser; `role` names it in messages. Collective over the world."""
@@ -114,8 +117,11 @@ class TrainingBackend(Protocol):
     def optimizer_step(self, state: TrainState) -> StepReport:
         """Clip, step, schedule and clear; skipped on all ranks if any gradient is not finite. Collective."""
 
-    def save(self, state: TrainState, folder: Path) -> None:
-        """Write this rank's shard of model, optimiser and scheduler. Collective over the world."""
+    def save(self, state: TrainState, folder: Path, *, background: bool = False) -> Future[Any] | None:
+        """Write this rank's shard of model, optimiser and scheduler. Collective over the world.
+
+        With `background` the shard is copied to the host and written meanwhile; the future is done when it is on disk.
+        """
 
     def load(self, state: TrainState, folder: Path) -> None:
         """Read what `save` wrote. Collective over the world."""
@@ -159,6 +165,9 @@ class DataParallel(Protocol):
     def most(self, value: int) -> int:
         """Largest value over the ranks. Collective over the data group."""
 
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """The integers of each rank, however many it has. Collective over the data group."""
+
     def on_main(self, action: Callable[[], None]) -> None:
         """Run on rank 0; its error is raised on every rank. Collective over the data group."""
 
@@ -172,6 +181,11 @@ class RolloutRuntime(Protocol):
     @property
     def weights_version(self) -> int:
         """Finished weight updates of the engine."""
+        ...
+
+    @property
+    def weight_lag(self) -> int | None:
+        """Optimiser steps since the last sync; None before the first one."""
         ...
 
     def generate(self, requests: Sequence[Any], sampling: Any) -> list[Any]:

@@ -207,11 +207,16 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return cast(torch.cuda.Stream, make(device))
 
 
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is. No communication."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def distinct_storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.UntypedStorage]:
     """The blocks of memory on `device` that `tensors` lie in, each once; of a DTensor its local shard."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_shard(tensor)
         if local.device.type == device.type:
             storage = local.untyped_storage()
             found.setdefault(storage._cdata, storage)

@@ -17,6 +17,9 @@ class PhaseMemory(Protocol):
     def leave(self, phase: str) -> None:
         """The phase has ended well. No communication."""
 
+    def begin(self, step: int) -> None:
+        """The phases from here on belong to `step`. No communication."""
+
     def metrics(self, step: int) -> dict[str, float]:
         """This rank's figures of the step, under `memory/`. No communication."""
         ...
@@ -33,6 +36,9 @@ class NoPhaseMemory:
         """Nothing."""
 
     def leave(self, phase: str) -> None:
+        """Nothing."""
+
+    def begin(self, step: int) -> None:
         """Nothing."""
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -66,6 +72,7 @@ class PhaseClock:
         self._enter = enter
         self._leave = leave
         self._seconds: dict[str, float] = {}
+        self._border = 0.0
         self._started = time.perf_counter()
 
     @contextmanager
@@ -74,6 +81,7 @@ class PhaseClock:
         start = time.perf_counter()
         with self._show(name):
             self._enter(name)
+            self._border += time.perf_counter() - start
             yield
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -83,7 +91,13 @@ class PhaseClock:
     def restart(self) -> None:
         """Begin a new step."""
         self._seconds = {}
+        self._border = 0.0
         self._started = time.perf_counter()
+
+    @property
+    def border_seconds(self) -> float:
+        """Seconds of all phases that went into bringing what they need: moves, sleeping and waking."""
+        return self._border
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase since `restart`, `other` for what no phase covers, `step` for all."""

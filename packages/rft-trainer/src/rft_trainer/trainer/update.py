@@ -1,5 +1,6 @@
 """The update: mini-batches of a rollout, on each one step of the actor and one of the critic."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,8 +53,9 @@ class UpdateConfig:
     high_entropy_ratio: share of each response's tokens that the policy loss keeps; all stay in the divisor.
     expert_balance_coef: weight of the load balance of experts.
     value_clip: of the critic's loss.
-    mini_batch_size: responses of this rank per optimiser step.
-    keep_groups: mini-batches hold whole groups.
+    replay_on_device: the responses of a step lie on the device during its update.
+    train_batch_size: responses per optimiser step over all ranks; None: all of the step.
+    keep_groups: mini-batches hold whole groups of group_size.
     """
 
     policy_loss: str
@@ -67,8 +69,10 @@ class UpdateConfig:
     expert_balance_coef: float
     value_clip: float | None
     epochs: int
-    mini_batch_size: int
+    replay_on_device: bool
+    train_batch_size: int | None
     keep_groups: bool
+    group_size: int
     seed: int
 
 
@@ -137,11 +141,28 @@ class PolicyUpdate:
         self._buffer.load_state_dict(state)
 
     def _mini_batches(self, experiences: Sequence[Experience]) -> list[list[Experience]]:
-        """As many on every rank: one with fewer responses joins with empty ones. Collective over the world."""
+        """As many on every rank in every epoch, whatever its share: one with fewer responses joins with empty ones.
+
+        Collective over the world.
+        """
         self._buffer.clear()
-        self._buffer.extend(experiences)
-        batches = list(self._buffer.mini_batches(self._config.mini_batch_size, self._config.epochs))
-        return batches + [[] for _ in range(self._data.most(len(batches)) - len(batches))]
+        config = self._config
+        self._buffer.extend([e.to(self._data.device) for e in experiences] if config.replay_on_device else experiences)
+        total = int(self._data.sum(torch.tensor(len(experiences))))
+        count = 1 if config.train_batch_size is None else max(1, math.ceil(total / config.train_batch_size))
+        size = max(1, math.ceil(len(experiences) / count))
+        if config.keep_groups:
+            size = math.ceil(size / config.group_size) * config.group_size
+        batches = list(self._buffer.mini_batches(size, config.epochs))
+        per_epoch = len(batches) // config.epochs
+        most = self._data.most(per_epoch)
+        # Behind the first step the present forward is no longer the policy that was rolled out.
+        assert most * config.epochs < 2 or all(e.old_log_probs is not None for e in experiences)
+        return [
+            batches[epoch * per_epoch + number] if number < per_epoch else []
+            for epoch in range(config.epochs)
+            for number in range(most)
+        ]
 
     def _policy_micro_batch(
         self,
@@ -169,6 +190,7 @@ class PolicyUpdate:
         collected.add(outputs.metrics)
         collected.add(mismatch_metrics(behaviour, batch.engine_log_probs, mask), "gap/")
         collected.add({"entropy": metric_mean(scores.entropy.detach(), mask)})
+        batch.keep_scores(scores.log_probs, scores.entropy)
         if config.entropy_coef > 0:
             token_loss = token_loss + entropy_bonus(scores.entropy, mask, config.entropy_coef)
         if config.kl_estimator is not None:

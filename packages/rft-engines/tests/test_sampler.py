@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rft_engines import SamplingParams, UnsupportedCombinationError
 from rft_engines.hf.sampler import choose_tokens, truncate
-from rft_engines.hf.waves import Wave, plan_prefill, plan_waves
+from rft_engines.hf.waves import Wave, common_prefix, equal_runs, plan_prefill, plan_waves
 from rft_engines.seeds import UniformStream
 
 
@@ -119,3 +119,11 @@ def test_the_first_token_may_have_a_temperature_of_its_own():
 def test_a_first_temperature_that_cannot_be_sampled_with_is_refused(changes):
     with pytest.raises(ValueError, match="first_token_temperature"):
         SamplingParams(**changes)
+
+
+def test_what_prompts_share_and_where_lengths_repeat():
+    assert common_prefix([(1, 2, 3, 4), (1, 2, 5), (1, 2, 3, 9)]) == 2
+    assert common_prefix([(1, 2), (1, 2)]) == 1, "each keeps a token of its own"
+    assert common_prefix([(3,), (1, 2)]) == 0
+    assert equal_runs([9, 9, 5, 3, 3]) == [range(2), range(2, 3), range(3, 5)]
+    assert equal_runs([]) == []

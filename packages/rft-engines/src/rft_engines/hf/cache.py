@@ -35,19 +35,18 @@ class WaveLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.keys[: wave.active, :, wave.begin : end], self.values[: wave.active, :, wave.begin : end]
 
     def fill(self, rows: slice, end: int, keys: Tensor, values: Tensor) -> None:
-        """Copy prefilled states [rows or 1, kv_heads, length, head_dim] so that they end before column `end`.
+        """Copy prefilled states [prompts, kv_heads, length, head_dim] so that they end before column `end`.
 
-        The columns before them are masked, yet cleared: a NaN left in fresh memory would pass through a weight of 0.
+        `rows` holds the same number of rows for each prompt, one prompt after the other. The columns before them are
+        masked, yet cleared: a NaN left in fresh memory would pass through a weight of 0.
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        assert self.keys is not None
-        assert self.values is not None
         first = end - keys.shape[2]
-        self.keys[rows, :, :first] = 0
-        self.values[rows, :, :first] = 0
-        self.keys[rows, :, first:end] = keys
-        self.values[rows, :, first:end] = values
+        for buffer, states in ((self.keys, keys), (self.values, values)):
+            assert buffer is not None
+            buffer[rows, :, :first] = 0
+            buffer[rows, :, first:end].view(states.shape[0], -1, *states.shape[1:]).copy_(states[:, None])
 
     def move_rows(self, sources: Tensor, targets: Tensor, columns: slice) -> None:
         """Copy whole rows, live columns only."""
@@ -89,17 +88,18 @@ class WaveCache(Cache):
         self._own: list[WaveLayer] = [WaveLayer(self) for _ in range(layers)]
         super().__init__(layers=list(self._own))
 
-    def fill(self, rows: slice, prefilled: Cache, row: int, length: int, shared: int) -> None:
-        """Copy one row of a prefill's cache into the wave's `rows`: its first `shared` and its last other columns.
+    def fill(self, rows: slice, prefilled: Cache, prompts: slice, length: int, shared: int) -> None:
+        """Copy prompts of one length out of a prefill's cache into the wave's `rows`, as many rows for each of them.
 
-        `length` counts both; what lies between them is padding.
+        Of a prompt's `length` columns the first `shared` come first in the prefill's row, the others last; what lies
+        between them is padding, whose states may be anything.
         """
         for layer, source in zip(self._own, prefilled.layers, strict=True):
             assert isinstance(source, CacheLayerMixin)
             assert isinstance(source.keys, Tensor)
             assert isinstance(source.values, Tensor)
             own = slice(source.keys.shape[2] - (length - shared), None)
-            keys, values = source.keys[row : row + 1], source.values[row : row + 1]
+            keys, values = source.keys[prompts], source.values[prompts]
             layer.fill(rows, self.end, keys[:, :, own], values[:, :, own])
             if shared:
                 layer.fill(rows, self.end - (length - shared), keys[:, :, :shared], values[:, :, :shared])

@@ -16,7 +16,7 @@ from rft_engines.hf.rows import Row, StepBudget
 from rft_engines.hf.sampler import choose_tokens
 from rft_engines.hf.stops import StopRules
 from rft_engines.hf.vision import picture_inputs
-from rft_engines.hf.waves import Wave, common_prefix, plan_prefill
+from rft_engines.hf.waves import Wave, common_prefix, equal_runs, plan_prefill
 from rft_engines.sampling import SamplingParams
 
 # A shorter common prefix is not worth a forward of its own.
@@ -133,10 +133,12 @@ class Decoder:
                     width=wave.width,
                     prompt_width=wave.prompt_width,
                 )
+            for run in equal_runs([len(prompts[place]) for place in chunk]):
+                first = chunk.start + run.start
+                own = slice(first * samples, (chunk.start + run.stop) * samples)
+                cache.fill(own, prefilled, slice(run.start, run.stop), len(prompts[first]), prefix.length)
             for number, place in enumerate(chunk):
-                own = slice(place * samples, (place + 1) * samples)
-                cache.fill(own, prefilled, number, len(prompts[place]), prefix.length)
-                for row in rows[own]:
+                for row in rows[place * samples : (place + 1) * samples]:
                     row.position_offset = offsets[number]
         assert cache is not None
         return torch.cat(logits).repeat_interleave(samples, dim=0), cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,9 @@ def common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
     # What the first and the last in order share, all between them share.
     first, last = min(prompts), max(prompts)
     return next((place for place in range(limit) if first[place] != last[place]), limit)
+
+
+def equal_runs(lengths: Sequence[int]) -> list[range]:
+    """Places of consecutive equal lengths."""
+    starts = [place for place, length in enumerate(lengths) if place == 0 or lengths[place - 1] != length]
+    return [range(start, stop) for start, stop in pairwise([*starts, len(lengths)])]

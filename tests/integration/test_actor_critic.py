@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from integration.kept_metrics import KeptMetrics
 from rft_dist.testing import run_ranks
 from rft_engines import EngineConfig
 from rft_rewards import RewardComputationEngine, RewardRecipe, RewardSample
@@ -103,14 +104,13 @@ def train(rank, world, settings, poison=None):
 
             trainer.maker.learnable = poisoned
         before = weights_of(actor.network)
-        logged = []
-        trainer.logger = type("Kept", (), {"log": lambda self, step, metrics: logged.append(dict(metrics))})()
+        trainer.logger = kept = KeptMetrics()
         trainer.runtime.update_engine_weights(actor)
         while trainer.finished_steps < settings.max_steps:
             trainer.step()
             if trainer.finished_steps == settings.save_steps:
                 trainer.save()
-        return logged, before, weights_of(actor.network), weights_of(critic.network)
+        return kept.steps, before, weights_of(actor.network), weights_of(critic.network)
 
 
 def run(world, settings, **options):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from integration.kept_metrics import KeptMetrics
 from rft_dist.testing import run_ranks
 from rft_engines import EngineConfig
 from rft_rewards import RewardComputationEngine, RewardRecipe, RewardSample
@@ -65,16 +66,16 @@ def train(rank, world, settings):
                 actor=actor, initial_model=None, tokenizer=tokenizer, prompts=prompts, held_out=(), rewards=rewards
             ),
         )
-        steps, logged = [], []
+        steps = []
         trainer.keep_rollouts = lambda step, rows: steps.append(
             [(e.group, tuple(e.response_ids.tolist()), tuple(e.token_versions.tolist())) for e in rows]
         )
-        trainer.logger = type("Kept", (), {"log": lambda self, step, metrics: logged.append(dict(metrics))})()
+        trainer.logger = kept = KeptMetrics()
         trainer.fit()
         source = source_for(actor.network)
         names = [meta.name for meta in source.metadata()]
         with source.gather(names) as tensors:
-            return logged, steps, {name: tensors[name].detach().clone() for name in names}
+            return kept.steps, steps, {name: tensors[name].detach().clone() for name in names}
 
 
 def run(world, settings):

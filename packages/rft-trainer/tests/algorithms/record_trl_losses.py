@@ -1,6 +1,6 @@
-"""Write losses and gradients of TRL's GRPOTrainer on fixed tensors to a file, `trl_losses.json` unless another is named:
+"""Write losses and gradients of TRL's GRPOTrainer on fixed tensors: to `trl_losses.json`, or to another file.
 
-    python record_trl_losses.py [FILE]
+python record_trl_losses.py [FILE]
 """
 
 import json

@@ -63,7 +63,9 @@ def masked_mean(values: Tensor, mask: Tensor, denominator: Tensor | float | None
         Scalar; 0.0 (with a gradient of zeros) when the denominator is 0.
     """
     total = keep_masked(values, mask).sum()
-    count = mask.bool().sum() if denominator is None else torch.as_tensor(denominator, device=values.device)
+    if isinstance(denominator, float | int):
+        return total / (denominator or 1.0)
+    count = mask.bool().sum() if denominator is None else denominator.to(values.device)
     return total / torch.where(count == 0, torch.ones_like(count), count)
 
 

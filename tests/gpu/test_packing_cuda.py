@@ -1,4 +1,4 @@
-"""Packed responses against the same responses one by one and padded: scores and gradients, for several mixes of lengths.
+"""Packed responses against the same responses one by one and padded: scores and gradients, mixes of lengths.
 
 On a CUDA device bfloat16 goes through torch's variable-length kernel, fp32 through single rows; the parameters without
 a device rehearse all but the kernel.
@@ -14,6 +14,7 @@ from rft_trainer.models import Actor, packed_layout, packing, padded_layout
 
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]
+REHEARSED = "many short"
 PROMPT = 2
 # tokens of prompt and response
 MIXES = {
@@ -24,6 +25,10 @@ MIXES = {
     "one long": (900, 3, 4, 9),
     "around the blocks of a kernel": (127, 128, 129, 3, 64, 65),
 }
+CASES = [
+    *(pytest.param("cpu", mix, marks=[] if mix == REHEARSED else pytest.mark.slow) for mix in MIXES),
+    *(pytest.param("cuda", mix, marks=CUDA) for mix in MIXES),
+]
 LAYERS = 2
 SHAPE = {
     "vocab_size": 301,
@@ -89,8 +94,7 @@ def apart(got, expected):
     return float((square / sum(tensor.square().sum() for tensor in expected.values())).sqrt())
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("device", "mix"), CASES)
 @pytest.mark.parametrize("family", ["full", "window"])
 def test_packed_is_one_by_one_in_fp32(device, mix, family):
     scores, gradients = one_by_one(family, device, torch.float32, mix)
@@ -100,8 +104,7 @@ def test_packed_is_one_by_one_in_fp32(device, mix, family):
         assert apart(found, gradients) <= 1e-5, other.__name__
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("device", "mix"), CASES)
 @pytest.mark.parametrize("family", ["full", "window"])
 def test_packed_is_as_near_to_fp32_in_bfloat16_as_one_by_one_is(device, mix, family, monkeypatch):
     kernel, calls = packing._varlen, []

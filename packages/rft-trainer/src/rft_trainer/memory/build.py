@@ -33,6 +33,7 @@ def placement_plan(config: RFTConfig, trained: tuple[str, ...], frozen: tuple[st
         # Under ZeRO the optimiser itself runs on the host, and its state never leaves it.
         optimizer_on_host=config.adam_offload and config.fsdp,
         engine_sleeps=config.enable_engine_sleep,
+        more_rounds=config.dynamic_sampling and config.dynamic_sampling_rounds > 1,
     )
 
 

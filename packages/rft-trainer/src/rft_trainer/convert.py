@@ -7,8 +7,9 @@ The first makes OUTPUT_DIR/model_step_000010. The second makes NEW/checkpoints/s
 FOLDER and an optimiser that has not begun; the reference and frozen layers stay those of `--pretrain`. A run goes on
 from it by `--config NEW/config.json --resume auto`.
 
-The config.json of a run gives model and strategy. Under FSDP2 any number of processes will do, with torchrun or
-without; DeepSpeed needs that of the run.
+The config.json of a run gives model and strategy. Where its model is a name that only an app knows, use that app's own
+command, or give the run's exported model by `--pretrain RUN/model`. Under FSDP2 any number of processes will do, with
+torchrun or without; DeepSpeed needs that of the run.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from rft_trainer.models import checkpoint_folder, load_tokenizer, quieten_transf
 from rft_trainer.preflight import check_output, check_resume, claim_output
 from rft_trainer.run_files import write_config
 from rft_trainer.standalone import (
+    AppParts,
     check_model_fits,
     checkpoint_of_model,
     checkpointed_actor,
@@ -33,14 +35,15 @@ from rft_trainer.standalone import (
 from rft_trainer.strategy import get_strategy
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, app: AppParts | None = None) -> int:
     """Convert and return the exit code: 0, or 2 for an error of the user's with one line for each problem."""
     rank = os.environ.get("RANK", "0")
     chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--from_model")
     chosen, flags = chooser.parse_known_args(list(sys.argv[1:] if argv is None else argv))
     try:
-        config = parse_config(flags, {}, description=__doc__)
+        config = parse_config(flags, {} if app is None else app.recipes, description=__doc__)
+        config = config if app is None else app.resolve(config)
         made = to_model(config) if chosen.from_model is None else to_checkpoint(config, chosen.from_model)
         if rank == "0":
             print(made)

@@ -2,11 +2,17 @@
 
 import os
 import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rft_dist import TorchrunEnvironment
+from rft_rewards import RewardComputationEngine
 from rft_trainer.checkpoint import CheckpointStore, TrainerState, fitted_settings
+from rft_trainer.cli import Recipe
 from rft_trainer.config import RFTConfig
+from rft_trainer.data import EncodedPrompt
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.models import load_causal_model
 from rft_trainer.optim import freeze_prefixes
@@ -14,6 +20,23 @@ from rft_trainer.roles import build_policy, prepare_critic
 from rft_trainer.strategy import Strategy, TrainState
 from rft_trainer.trainer.averaging import WeightAverage
 from rft_trainer.trainer.ppo import CRITIC_FOLDER
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppParts:
+    """What an app lends to the commands, so that they know what its own runs know.
+
+    Attributes:
+        recipes: named configurations, as for the app's own flags.
+        resolve: the configuration with the folder of a model that the app has a name for.
+        held_out: the sets that are evaluated, by name.
+        rewards: what scores a response.
+    """
+
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    resolve: Callable[[RFTConfig], RFTConfig] = lambda config: config
+    held_out: Callable[[RFTConfig, Any], Mapping[str, Sequence[EncodedPrompt]]]
+    rewards: Callable[[], RewardComputationEngine]
 
 
 def one_process_without_torchrun() -> None:

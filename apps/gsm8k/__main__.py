@@ -1,21 +1,25 @@
 """GSM8K: reinforcement fine-tuning of a language model on grade-school problems.
 
     torchrun --nproc_per_node 2 apps/gsm8k --fsdp --recipe quickstart
+    python apps/gsm8k evaluate --config RUN/config.json --resume_from RUN/checkpoints/step_000010
+    python apps/gsm8k convert --config RUN/config.json --resume_from RUN/checkpoints/step_000010
 
-Reads from top to bottom: flags, checks on every rank, process groups, models, engine, training, summary.
+The last two are `rft_trainer.evaluate` and `rft_trainer.convert`, which here know the bundled model and the generated
+problems too. Reads from top to bottom: flags, checks on every rank, process groups, models, engine, training, summary.
 """
 
 import sys
 import warnings
 from collections.abc import Sequence
 
-from gsm8k_app.inputs import Inputs, prepare_inputs, with_model_folder
+from gsm8k_app.inputs import Inputs, held_out_sets, prepare_inputs, with_model_folder
 from gsm8k_app.recipes import RECIPES
 from gsm8k_app.rewards import gsm8k_rewards
 from gsm8k_app.summary import write_summary
 
 from rft_dist import DistError, TorchrunEnvironment
 from rft_engines import EngineError
+from rft_trainer import convert, evaluate
 from rft_trainer.checkpoint import resolve_resume
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
@@ -24,14 +28,22 @@ from rft_trainer.models import quieten_transformers
 from rft_trainer.preflight import claim_output, dry_run, preflight
 from rft_trainer.roles import build_initial_model, build_policy, prepare_critic, prepare_teacher
 from rft_trainer.session import Ingredients, build_trainer
+from rft_trainer.standalone import AppParts
 from rft_trainer.strategy import Strategy, get_strategy
+
+PARTS = AppParts(recipes=RECIPES, resolve=with_model_folder, held_out=held_out_sets, rewards=gsm8k_rewards)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run and return the exit code: 0, 130 for a signal, 2 for an error of the user's with a line for each problem."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["evaluate"]:
+        return evaluate.main(arguments[1:], PARTS)
+    if arguments[:1] == ["convert"]:
+        return convert.main(arguments[1:], PARTS)
     rank = "0"
     try:
-        config = resolve_resume(parse_config(argv, RECIPES, description="GSM8K by reinforcement fine-tuning"))
+        config = resolve_resume(parse_config(arguments, RECIPES, description="GSM8K by reinforcement fine-tuning"))
         if config.dry_run:
             print(dry_run(with_model_folder(config)))
             return 0

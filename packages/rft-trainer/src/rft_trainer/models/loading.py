@@ -46,7 +46,8 @@ def checkpoint_folder(pretrain: str, *, cache_dir: Path | None = None) -> str:
     except (OSError, HFValidationError, HfHubHTTPError) as error:
         raise ConfigurationError(
             f"pretrain is {pretrain!r}: no folder, and the model hub does not give it ({_first_line(error)}); "
-            "give a Hugging Face model folder, or the id of a model that this machine can reach"
+            "give a Hugging Face model folder, such as OUTPUT_DIR/model of a run, or the id of a model that this "
+            "machine can reach; a name of an app's own is known to that app's commands"
         ) from error
 
 

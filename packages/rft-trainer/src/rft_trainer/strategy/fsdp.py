@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rft_trainer.config import OptimizerConfig
 from rft_trainer.errors import CheckpointError
-from rft_trainer.optim import build_adamw, build_schedule
+from rft_trainer.optim import begin_state, build_adamw, build_schedule
 from rft_trainer.strategy.protocols import Movable, StateMemory, StepReport, TrainState
 from rft_trainer.strategy.residency import (
     OPTIMIZER_SUFFIX,
@@ -152,6 +152,7 @@ class FSDPBackend:
         from rft_trainer.strategy.held_files import HeldFiles
 
         reload_state(state)
+        begin_state(state.optimizer)
         model, optimizer = get_state_dict(state.network, state.optimizer, options=_trained_only())
         content = {"model": model, "optimizer": optimizer, "scheduler": state.scheduler.state_dict()}
         writer = FileSystemWriter(folder, sync_files=False)
@@ -173,6 +174,7 @@ class FSDPBackend:
 
         from rft_trainer.strategy.safe_reading import SafePlanner, SafeReader
 
+        begin_state(state.optimizer)
         model, optimizer = get_state_dict(state.network, state.optimizer, options=_trained_only())
         content: dict[str, Any] = {
             "model": model,

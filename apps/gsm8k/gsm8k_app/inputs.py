@@ -159,6 +159,7 @@ def engine_config(config: RFTConfig, model_folder: str) -> EngineConfig:
         max_model_len=config.prompt_max_len + config.generate_max_len,
         memory_utilization=config.engine_mem_util,
         enable_sleep=config.enable_engine_sleep,
+        lora_rank=config.lora_rank if config.sends_adapter_only else 0,
         # The first weight sync fills the engine before the first generation.
         load_weights=config.engine_type == "hf",
     )

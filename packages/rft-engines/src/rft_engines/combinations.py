@@ -9,6 +9,7 @@ BACKENDS = ("fsdp", "deepspeed")
 WEIGHTS_SENT = ("full", "lora_merged", "lora_adapter")
 ENGINES = ("hf", "vllm", "sglang")
 MODALITIES = ("text", "vision")
+NO_SGLANG_ADAPTER = "this engine generates with whole weights only: send lora_merged"
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Combination:
 
 
 def _refusal(backend: str, weights: str, engine: str, modality: str) -> str:
-    if engine == "hf" and weights == "lora_adapter":
-        return "the embedded engine holds plain weights: send lora_merged"
+    if engine == "sglang" and weights == "lora_adapter":
+        return NO_SGLANG_ADAPTER
     return ""
 
 

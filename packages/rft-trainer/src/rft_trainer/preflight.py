@@ -12,6 +12,7 @@ from rft_engines.combinations import check_combination
 from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_aggregation_mode, check_kl_kind
 from rft_trainer.checkpoint import MANIFEST
 from rft_trainer.config import RFTConfig
+from rft_trainer.config.lora import LARGEST_VLLM_RANK
 from rft_trainer.data import parse_sources
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
 from rft_trainer.memory.dry_run import describe, make_plan
@@ -86,10 +87,11 @@ def _setting_checks(config: RFTConfig, environment: TorchrunEnvironment) -> list
         lambda: _check_sharding(config, environment.world_size),
         lambda: check_combination(
             backend="fsdp" if config.fsdp else "deepspeed",
-            weights="lora_merged" if config.lora_rank else "full",
+            weights="full" if not config.lora_rank else "lora_adapter" if config.sends_adapter_only else "lora_merged",
             engine=config.engine_type,
             modality="text",
         ),
+        lambda: _check_adapter_rank(config),
         lambda: _check_average(config),
     ]
 
@@ -252,6 +254,14 @@ def _check_sharding(config: RFTConfig, world_size: int) -> None:
         size = getattr(config, name)
         if size is not None and world_size % size:
             raise ConfigurationError(f"{name} is {size}, which does not divide {world_size} ranks: choose a divisor")
+
+
+def _check_adapter_rank(config: RFTConfig) -> None:
+    if config.sends_adapter_only and config.engine_type == "vllm" and config.lora_rank > LARGEST_VLLM_RANK:
+        raise UnsupportedCombination(
+            f"lora_sync adapter, lora_rank {config.lora_rank} and engine_type 'vllm' do not work together: it applies "
+            f"adapters up to rank {LARGEST_VLLM_RANK}; use --lora_sync merged"
+        )
 
 
 def _check_average(config: RFTConfig) -> None:

@@ -54,6 +54,11 @@ class SGLangReceiver:
         return found if isinstance(found, torch.dtype) else None
 
     @property
+    def adapter(self) -> str | None:
+        """What an engine object generates with after the last update: `lora_name`."""
+        return self.lora_name
+
+    @property
     def _tp_size(self) -> int:
         return int(getattr(getattr(self._engine, "server_args", None), "tp_size", 1))
 

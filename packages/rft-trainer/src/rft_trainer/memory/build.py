@@ -86,7 +86,7 @@ def phase_memory(
     owners.update({name: strategy.backend.memory_of(model) for name, model in own.items()})
     plan = placement_plan(config, tuple(trained), tuple(own))
     runtime, device = strategy.runtime, strategy.device
-    stage = Stage(plan, owners, runtime, trained["actor"], device, full_updates=True)
+    stage = Stage(plan, owners, runtime, trained["actor"], device, full_updates=not config.sends_adapter_only)
     measures: dict[str, Callable[[], int]] = {
         owner: partial(_resident_bytes, memory, device) for owner, memory in owners.items()
     }

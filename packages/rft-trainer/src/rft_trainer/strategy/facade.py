@@ -155,6 +155,7 @@ class Strategy:
             enable_sleep=self.config.enable_engine_sleep,
             max_lag=self.config.max_weight_lag,
             share_weights=self.config.share_engine_weights,
+            adapter_only=self.config.sends_adapter_only,
         )
         self._stack.callback(self._runtime.close)
         return self._runtime

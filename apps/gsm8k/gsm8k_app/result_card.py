@@ -18,6 +18,7 @@ NOT_RUN = "not run"
 CURVES = (
     "rollout/reward",
     "rollout/accuracy",
+    "rollout/sampled_score",
     "rollout/response_length",
     "train/kl",
     "train/entropy",
@@ -84,14 +85,21 @@ def card(seeds: Sequence[SeedRuns], *, title: str) -> str:
     scored = {runs.seed: stages(runs) for runs in seeds}
     known = [accuracy for stage in scored.values() for accuracy in stage.values() if accuracy is not None]
     counts = sorted({accuracy.items for accuracy in known})
-    parts = [f"## {title}", "", f"Problems: {', '.join(map(str, counts))}. Spread: sample standard deviation of seeds."]
+    facts = f"{' and '.join(map(str, counts))} problems, shares of right answers in per cent"
+    parts = [f"## {title}", "", f"{facts}; the spread is the sample standard deviation of the seeds."]
     measures: tuple[tuple[str, Callable[[Accuracy], Mapping[str, float | None]]], ...] = (
         ("Greedy, pass@1", lambda accuracy: accuracy.greedy),
         ("Sampled, pass@1", lambda accuracy: accuracy.sampled),
         (f"Sampled, pass@{PASS_AT}", lambda accuracy: accuracy.best),
     )
     for name, measure in measures:
-        parts += ["", f"### {name}", "", *_accuracy_table(scored, measure)]
+        is_run = any(value is not None for accuracy in known for value in measure(accuracy).values())
+        parts += [
+            "",
+            f"### {name}",
+            "",
+            *(_accuracy_table(scored, measure) if is_run else [f"{NOT_RUN.capitalize()}."]),
+        ]
     parts += ["", "### Cost", "", "Seconds are device-seconds.", "", *_cost_table(seeds)]
     parts += ["", "### Made with", "", *_provenance(seeds)]
     return "\n".join(parts) + "\n"
@@ -129,7 +137,8 @@ def _shares(values: Sequence[float | None], *, signed: bool = False) -> list[str
 
 
 def _cost_table(seeds: Sequence[SeedRuns]) -> list[str]:
-    titles = ["run", "warm start: steps", "tokens", "seconds", "rounds", "tokens", "seconds", "evaluation", "whole"]
+    titles = ["run", "supervised steps", "their tokens", "their seconds", "rounds", "sampled tokens", "their seconds"]
+    titles += ["evaluation", "whole run"]
     rows = []
     for runs in seeds:
         for name in ("reinforcement", "control"):
@@ -140,7 +149,7 @@ def _cost_table(seeds: Sequence[SeedRuns]) -> list[str]:
             cost = record.cost
             figures = (
                 *(f"{cost.warm_start_steps}", f"{cost.warm_start_tokens:,}", f"{cost.warm_start_seconds:.1f}"),
-                *(f"{cost.rounds}", f"{cost.rollout_tokens:,}", f"{cost.reinforcement_seconds:.1f}"),
+                *(f"{cost.rounds}", f"{cost.sampled_tokens:,}", f"{cost.reinforcement_seconds:.1f}"),
                 *(f"{cost.evaluation_seconds:.1f}", f"{cost.whole_seconds:.1f}"),
             )
             rows.append([f"seed {runs.seed}, {name}", *figures])

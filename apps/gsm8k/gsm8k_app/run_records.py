@@ -36,13 +36,16 @@ class Accuracy:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a run took, over all its devices; seconds are device-seconds."""
+    """What a run took, over all its devices; seconds are device-seconds.
+
+    `warm_start_tokens` are those of prompts and answers; `sampled_tokens` those of all responses of the rounds.
+    """
 
     warm_start_steps: int
     warm_start_tokens: int
     warm_start_seconds: float
     rounds: int
-    rollout_tokens: int
+    sampled_tokens: int
     reinforcement_seconds: float
     evaluation_seconds: float
     whole_seconds: float
@@ -107,6 +110,13 @@ def _total(rows: Iterable[Mapping[str, Any]], name: str) -> float:
     return sum(float(row.get(name, 0.0)) for row in rows)
 
 
+def _sampled_tokens(row: Mapping[str, Any]) -> float:
+    if "rollout/sampled_tokens" in row:
+        return float(row["rollout/sampled_tokens"])
+    responses = float(row.get("rollout/responses", 0.0))
+    return float(row["rollout/response_length"]) * responses if responses else 0.0
+
+
 def _cost(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], warm: Mapping[str, Any] | None) -> Cost:
     ranks = int(summary.get("ranks", 1))
     warm = warm or {"steps": 0, "tokens": 0, "seconds": 0.0}
@@ -115,7 +125,7 @@ def _cost(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], warm: M
         warm_start_tokens=int(warm["tokens"]),
         warm_start_seconds=ranks * float(warm["seconds"]),
         rounds=sum("perf/seconds_step" in row for row in rows),
-        rollout_tokens=int(_total(rows, "rollout/tokens")),
+        sampled_tokens=round(sum(map(_sampled_tokens, rows))),
         reinforcement_seconds=ranks * _total(rows, "perf/seconds_step"),
         evaluation_seconds=ranks * _total(rows, "perf/seconds_evaluate"),
         whole_seconds=ranks * float(summary.get("seconds", 0.0)),

@@ -270,13 +270,11 @@ def _check_warm_start(config: RFTConfig, world_size: int) -> None:
             f"warm_start_batch_size is {config.warm_start_batch_size}, which {world_size} ranks do not divide: "
             f"give a multiple of {world_size}"
         )
-    elsewhere = (
-        config.resume_from is not None and config.output_dir.resolve() not in config.resume_from.resolve().parents
-    )
-    if config.warm_starts and elsewhere:
+    source, own = config.resume_from, config.output_dir.resolve()
+    if config.warm_starts and source is not None and own not in source.resolve().parents:
         raise UnsupportedCombination(
-            f"resume_from {config.resume_from} and a warm start do not work together: the checkpoint has one behind it; "
-            "leave out the --warm_start flags and give --pretrain the folder warm_start of the run that it is from"
+            f"resume_from {source} and a warm start do not work together: the checkpoint has one behind it; leave out "
+            "the --warm_start flags and give --pretrain the folder warm_start of the run that it is from"
         )
 
 

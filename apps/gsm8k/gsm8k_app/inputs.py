@@ -1,6 +1,6 @@
 """Model, tokenizer and problems of a run, read and checked on every rank before any process talks to another."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -78,7 +78,7 @@ def held_out_sets(config: RFTConfig, tokenizer: Any) -> dict[str, Sequence[Encod
 
 
 def _prompts(config: RFTConfig, source: DataSource, split: Split, tokenizer: Any) -> PromptDataset:
-    records = _records(config, source, split)
+    records = records_of(config, source, split, parse=gold_answer)
     return PromptDataset(
         records[: config.eval_limit] if split == "test" else records,
         tokenizer,
@@ -97,11 +97,18 @@ def with_model_folder(config: RFTConfig) -> RFTConfig:
     return replace(config, pretrain=str(smollm2_folder(announce=print)))
 
 
-def _records(config: RFTConfig, source: DataSource, split: Split) -> list[PromptRecord]:
+def records_of(
+    config: RFTConfig, source: DataSource, split: Split, *, parse: Callable[[str], str | None]
+) -> list[PromptRecord]:
+    """The rows of a set, each with the reward recipe's label; `parse` makes the reference from the gold answer.
+
+    Raises:
+        ConfigurationError: a row is malformed, or has a label that this app does not know.
+    """
     options: dict[str, Any] = {
         "system_prompt": config.system_prompt,
         "input_template": config.input_template,
-        "parse_reference": gold_answer,
+        "parse_reference": parse,
     }
     if source.source == GENERATED:
         records = _generated(config, source, split, options)
@@ -156,7 +163,7 @@ def engine_config(config: RFTConfig, model_folder: str) -> EngineConfig:
         kind=config.engine_type,
         model_path=model_folder,
         tp_size=config.engine_tp_size,
-        max_model_len=config.prompt_max_len + config.generate_max_len,
+        max_model_len=config.prompt_max_len + max(config.generate_max_len, config.eval_max_len or 0),
         memory_utilization=config.engine_mem_util,
         enable_sleep=config.enable_engine_sleep,
         lora_rank=config.lora_rank if config.sends_adapter_only else 0,

@@ -16,17 +16,39 @@ from rft_trainer.errors import ConfigurationError
 
 def test_all_problems_come_at_once_with_value_and_remedy():
     with pytest.raises(ConfigurationError) as caught:
-        RFTConfig(max_steps=0, top_p=1.5, n_samples_per_prompt=0, input_template="no place", lr_scheduler="steps")
+        RFTConfig(max_steps=-1, top_p=1.5, n_samples_per_prompt=0, input_template="no place", lr_scheduler="steps")
     lines = str(caught.value).splitlines()
     assert len(lines) == 5
     for words in (
-        ("max_steps", "0"),
+        ("max_steps", "-1"),
         ("top_p", "1.5"),
         ("n_samples_per_prompt", "0"),
         ("input_template", "{}"),
         ("steps",),
     ):
         assert any(all(word in line for word in words) for line in lines), words
+
+
+def test_a_run_without_a_round_keeps_its_schedule_unused():
+    config = RFTConfig(max_steps=0, lr_scheduler="cosine", lr_warmup_steps=5)
+    assert config.actor_optimizer().schedule.total_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"warm_start_epochs": 2, "warm_start_steps": 5}, "warm_start_epochs 2 and warm_start_steps 5"),
+        ({"warm_start_seconds": 0.0}, "warm_start_seconds is 0"),
+        ({"warm_start_lr_min_ratio": 2.0}, "warm_start_lr_min_ratio"),
+        ({"warm_start_lr_scheduler": "steps"}, "warm_start_lr_scheduler"),
+        ({"warm_start_batch_size": 0}, "warm_start_batch_size is 0"),
+        ({"max_seconds": 0.0}, "max_seconds is 0"),
+        ({"eval_greedy": True}, "eval_greedy and eval_temperature 0"),
+    ],
+)
+def test_settings_of_warm_start_and_evaluation_that_cannot_work(settings, words):
+    with pytest.raises(ConfigurationError, match=words):
+        RFTConfig(**settings)
 
 
 def test_a_batch_that_the_rollout_does_not_fill_is_refused():
@@ -94,7 +116,7 @@ def test_the_configuration_that_a_run_saved_is_read_again(tmp_path):
         ("freeze = 'a'", "freeze is 'a': expected a list of text"),
         ("adam_betas = [1.0]", r"adam_betas is \[1.0\]: expected a list of a number"),
         ("eval_limit = 'x'", "eval_limit is 'x': expected a whole number or nothing"),
-        ("max_steps = 0", "max_steps is 0"),
+        ("max_steps = -1", "max_steps is -1"),
         ("max_steps 3", "cannot be read"),
     ],
 )

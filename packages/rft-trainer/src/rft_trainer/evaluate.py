@@ -25,10 +25,11 @@ from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import DataSource, EncodedPrompt, PromptDataset, load_source, parse_sources
 from rft_trainer.errors import ConfigurationError, RFTrainerError
+from rft_trainer.evaluators import make_evaluator
 from rft_trainer.models import checkpoint_folder, load_tokenizer, quieten_transformers
 from rft_trainer.preflight import check_resume
 from rft_trainer.report import Console
-from rft_trainer.session import Ingredients, experience_maker, make_evaluator
+from rft_trainer.session import Ingredients, experience_maker
 from rft_trainer.standalone import AppParts, checkpointed_actor, one_process_without_torchrun
 from rft_trainer.strategy import Strategy, get_strategy
 

@@ -1,6 +1,7 @@
 """Everything that can be checked on one rank without talking to the others, all problems at once."""
 
 import importlib.util
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -93,6 +94,7 @@ def _setting_checks(config: RFTConfig, environment: TorchrunEnvironment) -> list
         ),
         lambda: _check_adapter_rank(config),
         lambda: _check_average(config),
+        lambda: _check_warm_start(config, environment.world_size),
     ]
 
 
@@ -272,6 +274,20 @@ def _check_average(config: RFTConfig) -> None:
         )
 
 
+def _check_warm_start(config: RFTConfig, world_size: int) -> None:
+    if config.warm_starts and config.warm_start_batch_size % world_size:
+        raise ConfigurationError(
+            f"warm_start_batch_size is {config.warm_start_batch_size}, which {world_size} ranks do not divide: "
+            f"give a multiple of {world_size}"
+        )
+    source, own = config.resume_from, config.output_dir.resolve()
+    if config.warm_starts and source is not None and own not in source.resolve().parents:
+        raise UnsupportedCombination(
+            f"resume_from {source} and a warm start do not work together: the checkpoint has one behind it; leave out "
+            "the --warm_start flags and give --pretrain the folder warm_start of the run that it is from"
+        )
+
+
 def _check_required(config: RFTConfig) -> None:
     if config.pretrain is None:
         raise ConfigurationError("pretrain is not set: give --pretrain, or a --recipe that sets it")
@@ -314,3 +330,5 @@ def claim_output(config: RFTConfig) -> None:
     if config.overwrite and config.resume_from is None and config.output_dir.is_dir():
         shutil.rmtree(config.output_dir)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    # From now on the folder is known as a run's, also if this one ends before its first step.
+    (config.output_dir / RUN_MARKER).write_text(json.dumps(config.as_dict(), indent=1))

@@ -33,7 +33,7 @@ def rollout_keeper(
     total = int(config.rollouts_max_mib * 2**20) // world_size
     writer = RolloutWriter(
         config.output_dir / "rollouts",
-        max_step_bytes=min(total, max(total // config.max_steps, LEAST_STEP_BYTES)),
+        max_step_bytes=min(total, max(total // max(1, config.max_steps), LEAST_STEP_BYTES)),
         max_total_bytes=total,
         name=f"rank{rank}",
     )

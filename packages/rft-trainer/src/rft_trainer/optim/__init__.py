@@ -2,7 +2,7 @@
 
 from rft_trainer.optim.adamw import AdamWConfig, begin_state, build_adamw, freeze_prefixes, parameter_groups
 from rft_trainer.optim.moving_average import MovingAverage
-from rft_trainer.optim.schedules import SCHEDULES, ScheduleConfig, build_schedule
+from rft_trainer.optim.schedules import SCHEDULES, ScheduleConfig, build_schedule, reschedule
 
 __all__ = [
     "SCHEDULES",
@@ -14,4 +14,5 @@ __all__ = [
     "build_schedule",
     "freeze_prefixes",
     "parameter_groups",
+    "reschedule",
 ]

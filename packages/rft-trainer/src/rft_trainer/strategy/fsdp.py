@@ -83,6 +83,11 @@ class FSDPBackend:
         self._roles.add_frozen(model, self._memory(role, lambda: module_tensors(model), _reshard(model), trained=False))
         return model
 
+    def release(self, state: TrainState) -> None:
+        """End the training of `state`: nothing outside it holds its memory. No communication."""
+        state.optimizer.zero_grad(set_to_none=True)
+        state.release_gathered()
+
     def _memory(
         self, owner: str, tensors: Callable[[], Iterable[Tensor]], before: Callable[[], None], *, trained: bool
     ) -> Movable:

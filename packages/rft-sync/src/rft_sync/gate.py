@@ -8,8 +8,8 @@ from rft_sync.errors import EngineNotReady
 class EngineGate:
     """Asks an engine object whether it may be written, wakes it where the caller wants that, and tells it the outcome.
 
-    Works on any object by the names `state`, `wake_up`, `begin_weight_update`, `finish_weight_update` and
-    `abort_weight_update`; what it lacks is left out.
+    Works on any object by the names `state`, `wake_up`, `begin_weight_update`, `finish_weight_update`,
+    `cancel_weight_update` and `abort_weight_update`; what it lacks is left out.
 
     Args:
         engine: An object with `.native`, or a raw engine.
@@ -60,6 +60,17 @@ class EngineGate:
         if self._opened:
             self._opened = False
             self._engine.finish_weight_update(version)
+
+    def cancel(self, reason: str) -> None:
+        """Close the session that `prepare` opened; nothing was written, so the weights are what they were before.
+
+        An engine without `cancel_weight_update` can only be told that the update failed.
+        """
+        if self._opened and hasattr(self._engine, "cancel_weight_update"):
+            self._opened = False
+            self._engine.cancel_weight_update()
+        else:
+            self.abort(reason)
 
     def abort(self, reason: str) -> None:
         """Close the session that `prepare` opened; the weights are undefined."""

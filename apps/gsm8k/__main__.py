@@ -5,8 +5,8 @@
     python apps/gsm8k convert --config RUN/config.json --resume_from RUN/checkpoints/step_000010
 
 The last two are `rft_trainer.evaluate` and `rft_trainer.convert`, which here know the bundled model and the generated
-problems too. Reads from top to bottom: flags, checks on every rank, process groups, warm start, models, engine, training,
-summary.
+problems too. Reads from top to bottom: flags, checks on every rank, process groups, warm start, models, engine,
+training, summary.
 """
 
 import sys

@@ -259,6 +259,29 @@ def test_a_failed_generate_leaves_a_known_state(prompts):
     assert sample.finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("undefined", [False, True])
+def test_a_cancelled_update_leaves_the_weights_as_they_were(undefined):
+    engine = ScriptedEngine(lambda request, index, tokens: [0.0] * 10, vocab_size=10)
+    with pytest.raises(EngineStateError, match="no update is open"):
+        engine.cancel_weight_update()
+    if undefined:
+        engine.sleep(2)
+    engine.begin_weight_update()
+    with pytest.raises(EngineStateError, match="update is open"):
+        engine.generate([GenerationRequest((1,))], GREEDY)
+    engine.cancel_weight_update()
+    engine.wake_up()
+    assert engine.state is (EngineState.WEIGHTS_UNDEFINED if undefined else EngineState.READY)
+    assert engine.weights_version == 0
+
+
+@pytest.mark.parametrize("budget", [0, 1.5, True, "3"])
+def test_a_step_budget_is_a_whole_number(budget):
+    engine = ScriptedEngine(lambda request, index, tokens: [0.0] * 10, vocab_size=10)
+    with pytest.raises(ValueError, match="max_steps="):
+        engine.generate([GenerationRequest((1,))], GREEDY, max_steps=budget)
+
+
 def test_the_table_of_combinations_is_what_the_start_up_check_reads():
     for row in COMBINATIONS:
         given = {"backend": row.backend, "weights": row.weights, "engine": row.engine, "modality": row.modality}

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from rft_engines.counts import is_count
+
 ENGINE_KINDS = ("hf", "vllm", "sglang")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -60,14 +62,14 @@ class EngineConfig:
             )
         for name in ("tp_size", "max_model_len", "kv_cache_bytes", "max_rows"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"EngineConfig.{name}={value!r}: give at least 1")
-        if self.lora_rank < 0:
-            raise ValueError(f"EngineConfig.lora_rank={self.lora_rank!r}: give 0 (no adapters) or above")
+            if (value is not None or name == "tp_size") and not is_count(value):
+                raise ValueError(f"EngineConfig.{name}={value!r}: give an integer of at least 1")
+        if not is_count(self.lora_rank, 0):
+            raise ValueError(f"EngineConfig.lora_rank={self.lora_rank!r}: give an integer, 0 for no adapters")
         if self.seed is None:
             object.__setattr__(self, "seed", 0)
-        elif self.seed < 0:
-            raise ValueError(f"EngineConfig.seed={self.seed!r}: give 0 or above")
+        elif not is_count(self.seed, 0):
+            raise ValueError(f"EngineConfig.seed={self.seed!r}: give an integer of 0 or above")
         if self.kind != "hf" and not self.model_path:
             raise ValueError(
                 f"EngineConfig.model_path is empty: engine {self.kind!r} needs the folder of a saved model"

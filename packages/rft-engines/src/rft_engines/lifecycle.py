@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rft_engines.contract import KV_CACHE, WEIGHTS, Fate, SleepContract, SleepLevel
+from rft_engines.counts import is_count
 from rft_engines.errors import EngineStateError, UnsupportedCombinationError
 from rft_engines.generation import Generation, GenerationRequest, check_requests
 from rft_engines.memory import SleepMemory
@@ -158,8 +159,8 @@ class ManagedEngine(ABC):
     ) -> list[Generation]:
         """See `RolloutEngine`."""
         self._require_ready()
-        if max_steps is not None and max_steps < 1:
-            raise ValueError(f"max_steps={max_steps}: give at least 1, or None for no step budget")
+        if max_steps is not None and not is_count(max_steps):
+            raise ValueError(f"max_steps={max_steps!r}: give an integer of at least 1, or None for no step budget")
         check_requests(requests, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         if not self._takes_images and any(request.images for request in requests):
             raise UnsupportedCombinationError(
@@ -290,6 +291,17 @@ class ManagedEngine(ABC):
         self._weights_defined = True
         self._undefined_because = ""
         self._version = version
+
+    def cancel_weight_update(self) -> None:
+        """Close an update that was refused before anything was written: the weights are what they were before it.
+
+        Raises:
+            EngineStateError: No update is open.
+        """
+        self._require_open("cancel_weight_update")
+        if not self._updating:
+            raise EngineStateError("cancel_weight_update refused, no update is open: call begin_weight_update() first")
+        self._updating = False
 
     def abort_weight_update(self, reason: str) -> None:
         """See `RolloutEngine`."""

@@ -9,7 +9,7 @@ class EngineGate:
     """Asks an engine object whether it may be written, wakes it where the caller wants that, and tells it the outcome.
 
     Works on any object by the names `state`, `weights_defined`, `wake_up`, `begin_weight_update`, `use_adapter`,
-    `finish_weight_update` and `abort_weight_update`; what it lacks is left out.
+    `finish_weight_update`, `cancel_weight_update` and `abort_weight_update`; what it lacks is left out.
 
     Args:
         engine: An object with `.native`, or a raw engine.
@@ -68,6 +68,17 @@ class EngineGate:
             if hasattr(self._engine, "use_adapter"):
                 self._engine.use_adapter(getattr(self._receiver, "adapter", None))
             self._engine.finish_weight_update(version)
+
+    def cancel(self, reason: str) -> None:
+        """Close the session that `prepare` opened; nothing was written, so the weights are what they were before.
+
+        An engine without `cancel_weight_update` can only be told that the update failed.
+        """
+        if self._opened and hasattr(self._engine, "cancel_weight_update"):
+            self._opened = False
+            self._engine.cancel_weight_update()
+        else:
+            self.abort(reason)
 
     def abort(self, reason: str) -> None:
         """Close the session that `prepare` opened; the weights are undefined."""

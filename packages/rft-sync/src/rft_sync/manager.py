@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 
+from rft_sync.attendance import DEFAULT_SECONDS
 from rft_sync.gate import EngineGate
 from rft_sync.manifest import Planner
 from rft_sync.receivers.protocol import TypedReceiver, WeightReceiver
@@ -45,6 +46,9 @@ class BroadcastConfig:
     """After the first update the trainer's parameters become views of the engine's memory: later updates copy nothing.
     Refused, with every reason, where dtype, layout, world or the engine do not allow it."""
 
+    attendance_seconds: float = DEFAULT_SECONDS
+    """How long a rank waits for the others to make the same call, before it names those that did not come."""
+
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"BroadcastConfig.bucket_bytes is {self.bucket_bytes}; give bytes, for example 2**28")
@@ -54,6 +58,8 @@ class BroadcastConfig:
             raise ValueError(f"BroadcastConfig.verify_sample is {self.verify_sample}; use 1 or more, or verify='off'")
         if self.on_asleep not in ("refuse", "wake"):
             raise ValueError(f"BroadcastConfig.on_asleep is {self.on_asleep!r}; use 'refuse' or 'wake'")
+        if not self.attendance_seconds > 0:
+            raise ValueError(f"BroadcastConfig.attendance_seconds is {self.attendance_seconds}; give seconds above 0")
 
 
 class BroadcastManager:
@@ -138,6 +144,7 @@ class BroadcastManager:
             What was sent and what it cost.
 
         Raises:
+            ManifestMismatch: A rank of the group did not make this call; on those that did.
             WeightSyncError: The same error on every rank; the receivers are unusable until a full update succeeds
                 (unless nothing had been written yet), and the version is what it was.
         """

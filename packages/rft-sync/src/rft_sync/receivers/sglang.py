@@ -204,10 +204,8 @@ class SGLangReceiver:
 
 def _share_by_device_identity() -> None:
     """Handles of device memory then name the device itself and not its number, which differs between processes."""
-    try:
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-    except ImportError:  # an older place
-        from sglang.srt.patch_torch import monkey_patch_torch_reductions
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
     monkey_patch_torch_reductions()
 
 

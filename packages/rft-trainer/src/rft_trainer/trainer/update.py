@@ -113,7 +113,9 @@ class PolicyUpdate:
         self._data = data
         self._kl = kl
         self._on_step = on_step
-        self._buffer: ReplayBuffer[Experience] = ReplayBuffer(seed=config.seed, keep_groups=config.keep_groups)
+        self._buffer: ReplayBuffer[Experience] = ReplayBuffer(
+            seed=config.seed, keep_groups=config.keep_groups, group_size=config.group_size
+        )
         self._scores = KeptScores()
         step = partial(MiniBatchStep, backend=backend, data=data, planner=planner, collator=collator)
         self._actor_step = step(aggregation=config.aggregation, fixed_length=config.fixed_length)

@@ -148,7 +148,7 @@ def _memory(
 
 def _sampler(config: RFTConfig, strategy: Strategy, prompts: Sequence[EncodedPrompt]) -> Sampler:
     if not isinstance(prompts, BlendedDataset):
-        return strategy.build_sampler(len(prompts), config.rollout_batch_size)
+        return strategy.build_sampler(len(prompts), config.rollout_batch_size, drop_last=config.drop_last)
     return BlendSampler(
         prompts.sizes,
         prompts.weights,

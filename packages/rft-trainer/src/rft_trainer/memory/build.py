@@ -30,7 +30,8 @@ def placement_plan(config: RFTConfig, trained: tuple[str, ...], frozen: tuple[st
     return plan_placement(
         trained=trained,
         frozen=frozen,
-        offload_trained=config.offload_trained,
+        # What CPUOffloadPolicy places is never moved by hand.
+        offload_trained=config.offload_trained and not config.fsdp_cpu_offload,
         offload_frozen=config.offload_frozen,
         # Under ZeRO the optimiser itself runs on the host, and its state never leaves it.
         optimizer_on_host=config.adam_offload and config.fsdp,

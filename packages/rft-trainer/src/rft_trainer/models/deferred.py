@@ -211,4 +211,5 @@ def placeholders(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for inner, name, parameter in places:
-            inner._parameters[name] = parameter.requires_grad_(stand_ins[parameter].requires_grad)
+            parameter.requires_grad_(stand_ins[parameter].requires_grad)
+            inner._parameters[name] = parameter

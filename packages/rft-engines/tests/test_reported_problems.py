@@ -21,7 +21,7 @@ from rft_engines import (
     split_by_length,
 )
 from rft_engines.answers import sampled_log_prob
-from rft_engines.combinations import COMBINATIONS, check_combination, combinations_table
+from rft_engines.combinations import COMBINATIONS, Evidence, check_combination, combinations_table
 from rft_engines.drift import log_prob_gap, padded_log_probs
 from rft_engines.memory import SleepMemory
 from rft_engines.testing import ScriptedEngine
@@ -291,8 +291,16 @@ def test_the_table_of_combinations_is_what_the_start_up_check_reads():
             with pytest.raises(UnsupportedCombinationError, match=row.engine):
                 check_combination(**given)
     assert any(not row.supported for row in COMBINATIONS)
+    assert {row.tested for row in COMBINATIONS if not row.supported} == {Evidence.NOTHING}
     with pytest.raises(ValueError, match="backend='ddp'"):
         check_combination(backend="ddp", weights="full", engine="hf", modality="text")
+
+
+def test_the_start_up_check_warns_of_what_was_not_run_with_the_engine_itself(caplog):
+    check_combination(backend="fsdp", weights="full", engine="sglang", modality="text")
+    assert caplog.text == ""
+    check_combination(backend="fsdp", weights="lora_adapter", engine="sglang", modality="text")
+    assert "'sglang' with weights 'lora_adapter' (fsdp, text) was tested with a stand-in" in caplog.text
 
 
 def test_the_page_of_combinations_is_the_table():

@@ -10,6 +10,7 @@ from rft_trainer.config import RFTConfig
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.session import credit_config, scores_with_actor, update_config
 from rft_trainer.trainer.update import ImportanceConfig
+from rft_trainer.warm_start import warm_start_steps
 
 BASE = RFTConfig(lr_scheduler="linear", lr_warmup_steps=1, max_steps=4, n_samples_per_prompt=4)
 
@@ -24,6 +25,8 @@ TOGETHER = {
     "gap_warn",
     "gap_stop",
 }
+LENGTHS = ({"warm_start_epochs": 2}, {"warm_start_steps": 5}, {"warm_start_seconds": 9.0})
+TOGETHER |= {"warm_start_packing"}
 TOGETHER |= {"critic_learning_rate", "critic_warmup_steps"}
 
 # setting -> another value that an optimiser or the update is built from
@@ -60,6 +63,14 @@ UPDATE = {
     "share_prompts": True,
     "seed": 9,
 }
+WARM_START = {
+    "warm_start_learning_rate": 1e-3,
+    "warm_start_lr_scheduler": "linear",
+    "warm_start_lr_warmup_steps": 2,
+    "warm_start_lr_min_ratio": 0.5,
+    "weight_decay": 0.1,
+    "max_norm": 0.5,
+}
 ADAPTERS = {"lora_rank": 2, "lora_alpha": 3.0, "lora_targets": ("q_proj",), "seed": 9}
 CREDIT = {
     "advantage_estimator": "rloo",
@@ -83,6 +94,11 @@ CREDIT = {
 @pytest.mark.parametrize("name", OPTIMIZER)
 def test_the_optimiser_is_built_from(name):
     assert replace(BASE, **{name: OPTIMIZER[name]}).actor_optimizer() != BASE.actor_optimizer()
+
+
+@pytest.mark.parametrize("name", WARM_START)
+def test_supervised_steps_are_built_from(name):
+    assert replace(BASE, **{name: WARM_START[name]}).warm_start_optimizer(9) != BASE.warm_start_optimizer(9)
 
 
 @pytest.mark.parametrize("name", UPDATE)
@@ -122,6 +138,9 @@ def test_settings_that_act_together():
     assert replace(BASE, critic_warmup_steps=1).actor_optimizer().schedule.total_steps == 3
     layouts = [replace(BASE, **{k: v}).batch_layout for k, v in LAYOUTS.items()]
     assert [BASE.batch_layout, *layouts] == ["right", "left", "packed", "shared"]
+    supervised = [replace(BASE, warm_start_packing=packs).warm_start_layout for packs in (False, True)]
+    assert supervised == ["right", "packed"]
+    assert [warm_start_steps(replace(BASE, **change), 130) for change in LENGTHS] == [6, 5, None]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +190,7 @@ def test_every_setting_is_read_where_something_is_built():
     unread = [
         item.name
         for item in fields(RFTConfig)
-        if item.name not in {*OPTIMIZER, *UPDATE, *ADAPTERS, *CREDIT, *TOGETHER}
+        if item.name not in {*OPTIMIZER, *UPDATE, *WARM_START, *ADAPTERS, *CREDIT, *TOGETHER}
         and f"config.{item.name}" not in text
         and f"args.{item.name}" not in text
     ]

@@ -86,11 +86,20 @@ def test_all_problems_at_once(good):
 def test_an_earlier_run_is_never_overwritten_unasked(good):
     config = RFTConfig(**good)
     claim_output(config)
-    (config.output_dir / RUN_MARKER).write_text("{}")
+    (config.output_dir / "metrics.jsonl").write_text("{}")
     with pytest.raises(ConfigurationError, match="already holds a run"):
         preflight(config, world(1))
     claim_output(RFTConfig(**good, overwrite=True))
-    assert list(config.output_dir.iterdir()) == []
+    assert [file.name for file in config.output_dir.iterdir()] == [RUN_MARKER]
+
+
+def test_a_warm_start_is_checked_against_the_ranks_and_the_resume(good, tmp_path):
+    config = RFTConfig(**good, warm_start_epochs=1, warm_start_batch_size=3, resume_from=tmp_path / "other/step_1")
+    with pytest.raises(ConfigurationError) as caught:
+        preflight(config, world(2))
+    assert "warm_start_batch_size is 3, which 2 ranks do not divide" in str(caught.value)
+    with pytest.raises(ConfigurationError, match="and a warm start do not work together"):
+        preflight(RFTConfig(**good, warm_start_epochs=1, resume_from=tmp_path / "other/step_1"), world(2))
 
 
 def test_a_folder_that_is_no_run_is_never_deleted(good):

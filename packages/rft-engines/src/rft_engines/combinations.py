@@ -13,6 +13,7 @@ BACKENDS = ("fsdp", "deepspeed")
 WEIGHTS_SENT = ("full", "lora_merged", "lora_adapter")
 ENGINES = ("hf", "vllm", "sglang")
 MODALITIES = ("text", "vision")
+NO_SGLANG_ADAPTER = "this engine generates with whole weights only: send lora_merged"
 
 
 class Evidence(StrEnum):
@@ -53,19 +54,14 @@ class Combination:
 
 
 def _refusal(backend: str, weights: str, engine: str, modality: str) -> str:
-    if engine == "hf" and weights == "lora_adapter":
-        return "the embedded engine holds plain weights: send lora_merged"
+    if engine == "sglang" and weights == "lora_adapter":
+        return NO_SGLANG_ADAPTER
     return ""
 
 
 def _tested(backend: str, weights: str, engine: str, modality: str) -> Evidence:
     """Full and merged weights come as the same tensors under the same names, whichever backend trains them."""
-    if weights != "lora_adapter":
-        return Evidence.REAL
-    if modality == "vision":
-        return Evidence.NOTHING
-    # SGLang pins host memory for adapters, which needs a CUDA device.
-    return Evidence.STAND_IN if engine == "sglang" else Evidence.REAL
+    return Evidence.NOTHING if weights == "lora_adapter" and modality == "vision" else Evidence.REAL
 
 
 def _row(backend: str, weights: str, engine: str, modality: str) -> Combination:

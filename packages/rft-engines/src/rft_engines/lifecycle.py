@@ -129,6 +129,11 @@ class ManagedEngine(ABC):
             return EngineState.WEIGHTS_AWAKE
         return EngineState.READY if self._weights_defined else EngineState.WEIGHTS_UNDEFINED
 
+    @property
+    def weights_defined(self) -> bool:
+        """Whether the engine has valid weights, asleep or awake; `state` says it of an engine that is awake only."""
+        return self._weights_defined
+
     def _require_open(self, call: str) -> None:
         if self._closed:
             raise EngineStateError(f"{call} on a closed engine: create a new one")

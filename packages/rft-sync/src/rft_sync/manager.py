@@ -12,8 +12,7 @@ from rft_sync.attendance import DEFAULT_SECONDS
 from rft_sync.gate import EngineGate
 from rft_sync.manifest import Planner
 from rft_sync.receivers.protocol import TypedReceiver, WeightReceiver
-from rft_sync.receivers.selection import receiver_for
-from rft_sync.receivers.sglang import SGLangReceiver
+from rft_sync.receivers.selection import connected_receiver
 from rft_sync.report import SyncReport
 from rft_sync.scan import Scanner
 from rft_sync.sharing import check_sharing, share_weights, shared_tensors
@@ -124,13 +123,15 @@ class BroadcastManager:
             UnsupportedCombination: The model or the engine cannot be served.
             EngineNotReady: The engine is gone.
         """
-        native = engine.native if hasattr(type(engine), "native") or hasattr(engine, "native") else engine
-        receiver = receiver_for(native)
-        if isinstance(receiver, SGLangReceiver) and hasattr(engine, "finish_weight_update"):
-            receiver.flush = False  # the engine object knows whether its KV cache is resident, and resets it
+        receiver, owner = connected_receiver(engine)
         dtype = receiver.dtype_policy() if isinstance(receiver, TypedReceiver) else None
         source = source_for(model, dtype=dtype, keep_fp32=tuple(keep_fp32))
-        return cls(source, receiver, config, group=group, engine=None if native is engine else engine)
+        return cls(source, receiver, config, group=group, engine=owner)
+
+    @property
+    def finished(self) -> int:
+        """Updates that succeeded."""
+        return self._finished
 
     def broadcast_to_engine(self, version: int | None = None) -> SyncReport:
         """Send everything, verify it, and raise the version. Collective over the manager's group.

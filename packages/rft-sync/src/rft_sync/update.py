@@ -223,7 +223,7 @@ class Update:
 
     def _report(self, version: int, manifest: Manifest, verification: Verification) -> SyncReport:
         statistics = _call(self._source, "statistics")
-        expected = _call(self._receiver, "expected")
+        expected = _call(self._receiver, "expected") if manifest.kind == "full" else None
         cast = statistics.cast_seconds if statistics is not None else 0.0
         self._seconds["cast"] = cast
         self._seconds["gather"] = max(0.0, self._seconds["gather"] - cast)

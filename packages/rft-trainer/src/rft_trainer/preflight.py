@@ -1,6 +1,7 @@
 """Everything that can be checked on one rank without talking to the others, all problems at once."""
 
 import importlib.util
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from rft_engines.combinations import check_combination
 from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_aggregation_mode, check_kl_kind
 from rft_trainer.checkpoint import MANIFEST
 from rft_trainer.config import RFTConfig
+from rft_trainer.config.lora import LARGEST_VLLM_RANK
 from rft_trainer.data import parse_sources
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
 from rft_trainer.memory.dry_run import describe, make_plan
@@ -86,11 +88,13 @@ def _setting_checks(config: RFTConfig, environment: TorchrunEnvironment) -> list
         lambda: _check_sharding(config, environment.world_size),
         lambda: check_combination(
             backend="fsdp" if config.fsdp else "deepspeed",
-            weights="lora_merged" if config.lora_rank else "full",
+            weights="full" if not config.lora_rank else "lora_adapter" if config.sends_adapter_only else "lora_merged",
             engine=config.engine_type,
             modality="text",
         ),
+        lambda: _check_adapter_rank(config),
         lambda: _check_average(config),
+        lambda: _check_warm_start(config, environment.world_size),
     ]
 
 
@@ -254,11 +258,33 @@ def _check_sharding(config: RFTConfig, world_size: int) -> None:
             raise ConfigurationError(f"{name} is {size}, which does not divide {world_size} ranks: choose a divisor")
 
 
+def _check_adapter_rank(config: RFTConfig) -> None:
+    if config.sends_adapter_only and config.engine_type == "vllm" and config.lora_rank > LARGEST_VLLM_RANK:
+        raise UnsupportedCombination(
+            f"lora_sync adapter, lora_rank {config.lora_rank} and engine_type 'vllm' do not work together: it applies "
+            f"adapters up to rank {LARGEST_VLLM_RANK}; use --lora_sync merged"
+        )
+
+
 def _check_average(config: RFTConfig) -> None:
     if config.ema_decay > 0 and not config.fsdp and config.zero_stage == 3:
         raise UnsupportedCombination(
             f"ema_decay {config.ema_decay} and ZeRO stage 3 do not work together: it holds some weights twice; use "
             "--fsdp, or --zero_stage 2"
+        )
+
+
+def _check_warm_start(config: RFTConfig, world_size: int) -> None:
+    if config.warm_starts and config.warm_start_batch_size % world_size:
+        raise ConfigurationError(
+            f"warm_start_batch_size is {config.warm_start_batch_size}, which {world_size} ranks do not divide: "
+            f"give a multiple of {world_size}"
+        )
+    source, own = config.resume_from, config.output_dir.resolve()
+    if config.warm_starts and source is not None and own not in source.resolve().parents:
+        raise UnsupportedCombination(
+            f"resume_from {source} and a warm start do not work together: the checkpoint has one behind it; leave out "
+            "the --warm_start flags and give --pretrain the folder warm_start of the run that it is from"
         )
 
 
@@ -304,3 +330,5 @@ def claim_output(config: RFTConfig) -> None:
     if config.overwrite and config.resume_from is None and config.output_dir.is_dir():
         shutil.rmtree(config.output_dir)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    # From now on the folder is known as a run's, also if this one ends before its first step.
+    (config.output_dir / RUN_MARKER).write_text(json.dumps(config.as_dict(), indent=1))

@@ -14,6 +14,7 @@ from rft_trainer.checkpoint import CheckpointStore, RetentionPolicy, TrainerStat
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import BlendedDataset, BlendSampler, EncodedPrompt, Sampler
 from rft_trainer.errors import ConfigurationError
+from rft_trainer.evaluators import make_evaluator
 from rft_trainer.experience.credit import CreditAssigner, CreditConfig
 from rft_trainer.experience.dynamic import DynamicSampling, GroupFilter
 from rft_trainer.experience.experience import Collator
@@ -28,10 +29,10 @@ from rft_trainer.roles import scoring_options
 from rft_trainer.run_files import drop_later_files, finished_steps, make_loggers, rollout_keeper
 from rft_trainer.strategy import Strategy, TrainState
 from rft_trainer.trainer.averaging import WeightAverage
-from rft_trainer.trainer.evaluation import Evaluator, three_extractors
 from rft_trainer.trainer.ppo import CRITIC_FOLDER, PPOTrainer
 from rft_trainer.trainer.rates import Rates, peak_flops
 from rft_trainer.trainer.update import ImportanceConfig, PolicyUpdate, UpdateConfig
+from rft_trainer.trainer.wall_clock import WallClockGuard
 
 STEP_COLUMNS = (
     Column("rollout/reward", "reward"),
@@ -74,8 +75,13 @@ class Ingredients:
     rewards: RewardComputationEngine
 
 
-def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredients) -> PPOTrainer:
-    """A trainer ready to `fit`; resumed when the configuration names a checkpoint. Collective over the world."""
+def build_trainer(
+    config: RFTConfig, strategy: Strategy, ingredients: Ingredients, *, started: float | None = None
+) -> PPOTrainer:
+    """A trainer ready to `fit`; resumed when the configuration names a checkpoint. Collective over the world.
+
+    `started` is `time.perf_counter()` of the run's start, from which `max_seconds` counts; None: now.
+    """
     actor, data = ingredients.actor, strategy.data
     check_ingredients(config, ingredients)
     kl = config.kl_controller()
@@ -127,6 +133,7 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         logger=LoggerGroup(make_loggers(config, finished) if data.rank == 0 else ()),
         progress=progress,
         keep_rollouts=rollout_keeper(config, tokenizer=ingredients.tokenizer, rank=data.rank, world_size=data.size),
+        guard=WallClockGuard(config.max_seconds, started=started),
         memory=phase_memory(config, strategy, trained=ingredients.trained(), frozen=ingredients.frozen()),
     )
     if resumed is not None:
@@ -331,38 +338,6 @@ def update_config(config: RFTConfig) -> UpdateConfig:
         keep_groups=config.share_prompts,
         group_size=config.n_samples_per_prompt,
         seed=config.seed,
-    )
-
-
-def make_evaluator(
-    config: RFTConfig,
-    strategy: Strategy,
-    maker: FastExperienceMaker,
-    held_out: Sequence[EncodedPrompt] | Mapping[str, Sequence[EncodedPrompt]],
-) -> Evaluator | None:
-    """The evaluator of a run; None without a held-out set."""
-    if not held_out:
-        return None
-    return Evaluator(
-        sets=held_out if isinstance(held_out, Mapping) else {"": held_out},
-        sampling=evaluation_sampling(config),
-        maker=maker,
-        data=strategy.data,
-        extractors=three_extractors() if config.eval_extractors else (),
-        pass_at=config.eval_pass_at,
-        majority=config.eval_majority,
-        folder=config.output_dir / "evaluation",
-    )
-
-
-def evaluation_sampling(config: RFTConfig) -> SamplingParams:
-    """The evaluation's own sampling."""
-    return SamplingParams(
-        n=config.eval_samples,
-        temperature=config.eval_temperature,
-        top_p=config.eval_top_p,
-        top_k=config.eval_top_k,
-        max_new_tokens=config.eval_max_len or config.generate_max_len,
     )
 
 

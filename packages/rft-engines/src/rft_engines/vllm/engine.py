@@ -80,6 +80,7 @@ class VLLMEngine(ManagedEngine):
         further = SimpleNamespace(**model_config.try_get_generation_config())
         self._eos = end_token_ids(model_config.hf_text_config, tokenizer, further)
         self._calls = 0
+        self._adapter: Any = None
         self._live: dict[str, _Partial] = {}
         self._stepper: Stepper = CoreStepper(self._llm.llm_engine)
 
@@ -92,6 +93,10 @@ class VLLMEngine(ManagedEngine):
     def native(self) -> Any:
         """The `vllm.LLM`."""
         return self._llm
+
+    def use_adapter(self, adapter: Any) -> None:
+        """Generate with this `LoRARequest`, which a weight update has loaded, from now on; without one for None."""
+        self._adapter = adapter
 
     def _native_sampling(self, sampling: SamplingParams, budget: int, seed: int) -> Any:
         from vllm import SamplingParams as NativeSampling
@@ -129,7 +134,7 @@ class VLLMEngine(ManagedEngine):
             for index in range(sampling.n):
                 partial = _Partial(request, place, index)
                 native = self._native_sampling(sampling, budget, sample_seed(seed, index))
-                self._live[self._stepper.submit(f"{call}-{place}-{index}", prompt, native)] = partial
+                self._live[self._stepper.submit(f"{call}-{place}-{index}", prompt, native, self._adapter)] = partial
                 partials.append(partial)
         return partials
 

@@ -15,6 +15,7 @@ from rft_trainer.experience.credit import CreditAssigner
 from rft_trainer.experience.experience import Collator, Experience, placeholder, reward_sample
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
 from rft_trainer.experience.partial import PartialRollouts
+from rft_trainer.models.padding import on_host
 from rft_trainer.strategy.protocols import RolloutRuntime
 
 
@@ -192,16 +193,22 @@ class FastExperienceMaker:
     ) -> None:
         """Fill a column in eval mode; the model's mode is restored. Collective over the world."""
         training, options = model.training, {"with_experts": True} if counts_experts else {}
+        # On the device until all are there: a copy in between would make the host wait for each forward.
+        scored: list[tuple[Experience, Tensor, Tensor | None]] = []
         model.eval()
         try:
             for indices in self._planner.plan(experiences):
                 rows = [experiences[i] for i in indices] or [placeholder(experiences)]
                 output = model(self._collate(rows).layout, **options)
-                # The first output is the one per token: log-probabilities or values.
-                per_token: Tensor = output[0].cpu()
                 for row, index in enumerate(indices):
-                    setattr(experiences[index], column, per_token[row, : len(experiences[index].response_ids)].clone())
-                    if counts_experts:
-                        experiences[index].expert_counts = output.expert_counts[row].cpu()
+                    one = experiences[index]
+                    counts = output.expert_counts[row] if counts_experts else None
+                    # The first output is the one per token: log-probabilities or values.
+                    scored.append((one, output[0][row, : len(one.response_ids)], counts))
         finally:
             model.train(training)
+        per_token = on_host([numbers for _, numbers, _ in scored])
+        for (experience, _, counts), numbers in zip(scored, per_token, strict=True):
+            setattr(experience, column, numbers)
+            if counts is not None:
+                experience.expert_counts = counts.cpu()

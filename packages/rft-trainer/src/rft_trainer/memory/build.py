@@ -33,6 +33,7 @@ def placement_plan(config: RFTConfig, trained: tuple[str, ...], frozen: tuple[st
         # Under ZeRO the optimiser itself runs on the host, and its state never leaves it.
         optimizer_on_host=config.adam_offload and config.fsdp,
         engine_sleeps=config.enable_engine_sleep,
+        more_rounds=config.dynamic_sampling and config.dynamic_sampling_rounds > 1,
     )
 
 
@@ -85,7 +86,7 @@ def phase_memory(
     owners.update({name: strategy.backend.memory_of(model) for name, model in own.items()})
     plan = placement_plan(config, tuple(trained), tuple(own))
     runtime, device = strategy.runtime, strategy.device
-    stage = Stage(plan, owners, runtime, trained["actor"], device, full_updates=True)
+    stage = Stage(plan, owners, runtime, trained["actor"], device, full_updates=not config.sends_adapter_only)
     measures: dict[str, Callable[[], int]] = {
         owner: partial(_resident_bytes, memory, device) for owner, memory in owners.items()
     }

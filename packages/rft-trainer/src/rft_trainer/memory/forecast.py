@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rft_engines import Fate, SleepLevel, sleep_contract
 from rft_trainer.config import RFTConfig
 from rft_trainer.memory.plan import ENGINE, PHASES, Placement, PlacementPlan
 from rft_trainer.memory.shapes import ModelShapes
@@ -214,5 +215,23 @@ def forecast(config: RFTConfig, cluster: Cluster, plan: PlacementPlan, models: M
             row |= {GRADIENTS: gradients, ACTIVATIONS: activations}
         phases[phase] = {owner: size for owner, size in row.items() if size}
     leaving = (o for o in held if any(plan.placement(o, phase) is Placement.HOST for phase in PHASES))
-    sent = models.base.numel * models.base.checkpoint_itemsize
-    return Forecast(phases, sent, sum(held[owner] for owner in leaving))
+    on_host = sum(held[owner] for owner in leaving) + (weights if _engine_backs_up(config) else 0)
+    return Forecast(phases, _sent_bytes(config, models), on_host)
+
+
+def _sent_bytes(config: RFTConfig, models: Models) -> int:
+    """Of one update."""
+    if not config.sends_adapter_only:
+        return models.base.numel * models.base.checkpoint_itemsize
+    # The embedded engine takes the factors as they are trained, the others in their own dtype.
+    size = _FP32 if config.engine_type == "hf" else models.base.checkpoint_itemsize
+    return models.trained["actor"].trained_numel * size
+
+
+def _engine_backs_up(config: RFTConfig) -> bool:
+    """Whether the engine's weights go to the host in a sleep that no full update follows."""
+    if not config.enable_engine_sleep:
+        return False
+    released = sleep_contract(config.engine_type).effect(SleepLevel.KEEP_WEIGHTS).weights is Fate.RELEASED
+    evaluates = config.eval_dataset is not None or bool(config.eval_sets)
+    return released and (config.sends_adapter_only or evaluates)

@@ -53,7 +53,9 @@ def write_report(run: Path, *, max_mib: float = 64.0) -> Report:
     """
     if not (run / "metrics.jsonl").is_file() and not (run / "rollouts").is_dir():
         raise ConfigurationError(f"{run} holds neither metrics.jsonl nor rollouts/: give the output folder of a run")
-    pictures = {name: curve_svg(name, *points) for name, points in read_curves(run / "metrics.jsonl").items()}
+    # A warm start counts its own steps, in a file of its own.
+    found = {**read_curves(run / "warm_start.jsonl"), **read_curves(run / "metrics.jsonl")}
+    pictures = {name: curve_svg(name, *points) for name, points in found.items()}
     rows, left_out = read_rollouts(run / "rollouts", int(max_mib * 2**20))
     shown = [name for name in pictures if name in MAIN_METRICS or _is_evaluation(name)]
     shown.sort(key=lambda name: (MAIN_METRICS.index(name) if name in MAIN_METRICS else len(MAIN_METRICS), name))

@@ -110,6 +110,11 @@ class DeepspeedBackend:
         self._roles.add_frozen(wrapped, memory)
         return wrapped
 
+    def release(self, state: TrainState) -> None:
+        """End the training of `state`: DeepSpeed lets go of its hooks and buffers. No communication."""
+        engine: Any = state.module
+        engine.destroy()
+
     def _settings(self, max_norm: float) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self._stage, "overlap_comm": self._overlap}
         if self._hpz_size > 1:
@@ -158,8 +163,11 @@ class DeepspeedBackend:
         return float(norm)
 
     def _all_finite(self, state: TrainState) -> bool:
-        finite = all(bool(torch.isfinite(grad).all()) for grad in self._local_gradients(state))
-        flag = torch.tensor(int(finite), device=self._device)
+        flag = torch.ones((), dtype=torch.int32, device=self._device)
+        # Read once, behind the reduction: a model has hundreds of gradients, and each reading would wait for the GPU.
+        verdicts = [torch.isfinite(grad).all() for grad in self._local_gradients(state)]
+        if verdicts:
+            flag = flag * torch.stack(verdicts).all().to(self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag)
 

@@ -135,6 +135,10 @@ class Strategy:
         """Wrap a model that is only scored. Collective over the world."""
         return self.backend.prepare_frozen(model, role=role)
 
+    def release(self, state: TrainState) -> None:
+        """End the training of a model; the caller drops its own references then. No communication."""
+        self.backend.release(state)
+
     def backward(self, state: TrainState, loss: Tensor, *, last: bool = True) -> None:
         """Add the gradient of `loss`. Collective over the world."""
         self.backend.backward(state, loss, last=last)
@@ -155,6 +159,7 @@ class Strategy:
             enable_sleep=self.config.enable_engine_sleep,
             max_lag=self.config.max_weight_lag,
             share_weights=self.config.share_engine_weights,
+            adapter_only=self.config.sends_adapter_only,
         )
         self._stack.callback(self._runtime.close)
         return self._runtime

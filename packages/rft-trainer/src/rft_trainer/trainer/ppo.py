@@ -28,6 +28,7 @@ from rft_trainer.trainer.phases import NoPhaseMemory, PhaseClock, PhaseMemory
 from rft_trainer.trainer.rates import TOKENS, Rates
 from rft_trainer.trainer.stop_signals import StopSignals
 from rft_trainer.trainer.update import PolicyUpdate
+from rft_trainer.trainer.wall_clock import WallClockGuard
 
 CRITIC_FOLDER = "critic"
 """Where the critic's shards lie below the actor's."""
@@ -77,6 +78,7 @@ class PPOTrainer:
     rates: Rates
     settings: dict[str, Any] = field(default_factory=dict)
     memory: PhaseMemory = field(default_factory=NoPhaseMemory)
+    guard: WallClockGuard = field(default_factory=lambda: WallClockGuard(None))
     finished_steps: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
 
@@ -86,7 +88,7 @@ class PPOTrainer:
         )
 
     def fit(self) -> dict[int, dict[str, float]]:
-        """Train up to `max_steps`; the evaluations by step. Collective over the world.
+        """Train up to `max_steps` or `max_seconds`; the evaluations by step. Collective over the world.
 
         Raises:
             RunInterrupted: on all ranks, after the step in which one of them was told to stop by SIGINT or SIGTERM.
@@ -95,6 +97,9 @@ class PPOTrainer:
             with StopSignals(self.progress.line) as stop:
                 self._rounds(stop)
             self._settle_save(wait=True)
+        except Exception as error:
+            self._settle_after(error)
+            raise
         finally:
             self.logger.close()
         self.progress.line(self.memory.table())
@@ -110,7 +115,9 @@ class PPOTrainer:
         while self.finished_steps < config.max_steps:
             self.step()
             step = self.finished_steps
-            last = step == config.max_steps
+            last = step == config.max_steps or bool(self.data.most(int(self.guard.is_over())))
+            if last and step < config.max_steps:
+                self.progress.line(f"max_seconds {config.max_seconds:g}: step {step} is the last that fits")
             stopping = bool(self.data.most(int(stop.requested))) and not last
             if not stopping and (last or (config.eval_steps and step % config.eval_steps == 0)):
                 self.evaluate(step)
@@ -175,6 +182,7 @@ class PPOTrainer:
         metrics["perf/border_share"] = self._clock.border_seconds / seconds["step"]
         metrics.update(self.rates.of(metrics, seconds))
         self.logger.log(step, metrics)
+        self.guard.note("step", seconds["step"])
         self.progress.step_line(step, metrics, total_steps=self.config.max_steps)
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -185,7 +193,9 @@ class PPOTrainer:
         with self._average_in_engine(), self._clock("evaluate"):
             metrics = self.evaluator.evaluate(step)
         self.evaluations[step] = metrics
-        self.logger.log(step, {**metrics, "perf/seconds_evaluate": time.perf_counter() - start})
+        taken = time.perf_counter() - start
+        self.guard.note("evaluation", taken)
+        self.logger.log(step, {**metrics, "perf/seconds_evaluate": taken})
         shown = "  ".join(
             f"{name.removeprefix('eval/')} {value:.3f}"
             for name, value in sorted(metrics.items())
@@ -253,6 +263,21 @@ class PPOTrainer:
             if folder is not None:
                 self.progress.line(f"checkpoint {folder}")
 
+    def _settle_after(self, error: Exception) -> None:
+        """Complete a checkpoint in the background before `error` leaves, which says so. No communication.
+
+        Other ranks may not have failed, and answer no collective.
+        """
+        try:
+            folder = self.checkpoints.finish_alone()
+        except CheckpointError as failure:
+            note = f"a checkpoint that was being written is not complete: {failure}"
+        else:
+            note = "" if folder is None else f"checkpoint {folder}"
+        if note:
+            error.add_note(note)
+            self.progress.line(note)
+
     @contextmanager
     def _save_errors(self) -> Iterator[None]:
         try:
@@ -283,11 +308,13 @@ class PPOTrainer:
         return write
 
     def resume(self, state: TrainerState) -> None:
-        """Continue after the step that `state` was saved at."""
+        """Continue after the step that `state` was saved at; before the first step it holds weights alone."""
         self.finished_steps = state.step
         self.memory.begin(state.step)
         self.evaluations = dict(state.evaluations)
         self.runtime.resume(state.weights_version)
+        if state.step == 0:
+            return
         self.update.load_state_dict(state.update["buffer"])
         self.kl.load_state_dict(state.update["kl"])
         self.maker.load_state_dict(state.update["credit"])

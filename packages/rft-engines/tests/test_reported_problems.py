@@ -12,6 +12,7 @@ from rft_engines import (
     FinishReason,
     GenerationRequest,
     HFEngine,
+    InvalidRequestError,
     MissingLogProbError,
     PromptTooLongError,
     SamplingParams,
@@ -273,6 +274,12 @@ def test_a_cancelled_update_leaves_the_weights_as_they_were(undefined):
     engine.wake_up()
     assert engine.state is (EngineState.WEIGHTS_UNDEFINED if undefined else EngineState.READY)
     assert engine.weights_version == 0
+
+
+def test_ids_in_place_of_a_request_are_refused():
+    engine = ScriptedEngine(lambda request, index, tokens: [0.0] * 10, vocab_size=10)
+    with pytest.raises(InvalidRequestError, match="request 1 is a list: give a GenerationRequest"):
+        engine.generate([GenerationRequest((1,)), [1, 2]], GREEDY)
 
 
 @pytest.mark.parametrize("budget", [0, 1.5, True, "3"])

@@ -150,10 +150,12 @@ def check_requests(requests: Sequence[GenerationRequest], *, vocab_size: int | N
     """Refuse what the engine cannot serve, before anything runs.
 
     Raises:
-        InvalidRequestError: an id outside [0, vocab_size).
+        InvalidRequestError: an id outside [0, vocab_size), or something else than a request.
         PromptTooLongError: a prompt of `max_model_len` tokens or more.
     """
     for place, request in enumerate(requests):
+        if not isinstance(request, GenerationRequest):
+            raise InvalidRequestError(f"request {place} is a {type(request).__name__}: give a GenerationRequest")
         name = sample_id(request, place)
         lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
         if lowest < 0 or (vocab_size is not None and highest >= vocab_size):

@@ -34,7 +34,8 @@ class BroadcastConfig:
     bucket_bytes: int = 1 << 28
     """Size of one bucket. Extra memory is about two buckets, or one oversize tensor or fused group and its copy."""
     verify: Literal["rotating", "all", "off"] = "rotating"
-    """Read the engine back: everything at the first update, then `verify_sample` tensors; everything; nothing."""
+    """Read the engine back: everything at the first update and at the first one after a failure, else `verify_sample`
+    tensors; everything; nothing."""
     verify_sample: int = 16
     check_finite: bool = True
     """Refuse NaN and Inf, naming the tensor."""
@@ -153,9 +154,10 @@ class BroadcastManager:
             self.source, self.receiver, self.config, gate, self._group, planner=self._planner, scanner=self._scanner
         )
         wanted = self.version + 1 if version is None else version
-        report = update.run(wanted, at_least=self.version, finished=self._finished)
+        finished, self._finished = self._finished, 0  # after a failure everything is verified again
+        report = update.run(wanted, at_least=self.version, finished=finished)
         self.version = wanted
-        self._finished += 1
+        self._finished = finished + 1
         if self.config.share_weights and not shared_tensors(self.source, self.receiver):  # type: ignore[arg-type]
             share_weights(self.source, self.receiver)  # type: ignore[arg-type]
         logger.info("%s", report)

@@ -107,6 +107,8 @@ class Update:
         planned: Planned | None = None
         error: Exception | None = None
         try:
+            if isinstance(version, bool) or not isinstance(version, int):
+                raise ManifestMismatch(f"version {version!r} is no count of updates; give a whole number, or None")
             if version < at_least:
                 raise ManifestMismatch(
                     f"version {version} is older than the engine's {at_least}; versions never fall, give {at_least} to "

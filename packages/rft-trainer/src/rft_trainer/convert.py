@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from rft_dist import DistError
 from rft_trainer.cli import parse_config
 from rft_trainer.errors import ConfigurationError, RFTrainerError
-from rft_trainer.models import checkpoint_folder, load_tokenizer, quieten_transformers
+from rft_trainer.models import load_tokenizer, quieten_transformers
 from rft_trainer.preflight import check_resume
-from rft_trainer.standalone import checkpointed_actor, one_process_without_torchrun
+from rft_trainer.standalone import checkpointed_actor, initial_folder, one_process_without_torchrun
 from rft_trainer.strategy import get_strategy
 
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_resume(config)
         one_process_without_torchrun()
         quieten_transformers()
-        folder = checkpoint_folder(config.pretrain)
+        folder = initial_folder(config)
         tokenizer = load_tokenizer(folder)
         with get_strategy(config).setup_distributed() as strategy:
             actor, step = checkpointed_actor(config, strategy, folder)

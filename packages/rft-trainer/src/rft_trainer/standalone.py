@@ -7,9 +7,11 @@ from pathlib import Path
 from rft_dist import TorchrunEnvironment
 from rft_trainer.checkpoint import CheckpointStore
 from rft_trainer.config import RFTConfig
+from rft_trainer.models import checkpoint_folder
 from rft_trainer.roles import build_policy
 from rft_trainer.strategy import Strategy, TrainState
 from rft_trainer.trainer.averaging import WeightAverage
+from rft_trainer.warm_start import is_warm_started, starting_folder
 
 
 def one_process_without_torchrun() -> None:
@@ -28,6 +30,20 @@ def one_process_without_torchrun() -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+
+
+def initial_folder(config: RFTConfig) -> str:
+    """The local folder of the model that a checkpoint's run began with: its warm start, else `pretrain`.
+
+    A checkpoint holds what was trained; frozen weights and those under adapters are read from here.
+
+    Raises:
+        ConfigurationError: there is no model.
+    """
+    assert config.pretrain is not None
+    if config.resume_from is not None and is_warm_started(config):
+        return starting_folder(config, config.pretrain)
+    return checkpoint_folder(config.pretrain)
 
 
 def checkpointed_actor(config: RFTConfig, strategy: Strategy, folder: str) -> tuple[TrainState, int]:

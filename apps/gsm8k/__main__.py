@@ -1,8 +1,12 @@
 """GSM8K: reinforcement fine-tuning of a language model on grade-school problems.
 
     torchrun --nproc_per_node 2 apps/gsm8k --fsdp --recipe quickstart
+    python apps/gsm8k evaluate --config RUN/config.json --resume_from RUN/checkpoints/step_000010
+    python apps/gsm8k convert --config RUN/config.json --resume_from RUN/checkpoints/step_000010
 
-Reads from top to bottom: flags, checks on every rank, process groups, warm start, models, engine, training, summary.
+The last two are `rft_trainer.evaluate` and `rft_trainer.convert`, which here know the bundled model and the generated
+problems too. Reads from top to bottom: flags, checks on every rank, process groups, warm start, models, engine,
+training, summary.
 """
 
 import sys
@@ -12,32 +16,41 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gsm8k_app.gold_answers import demonstrations
-from gsm8k_app.inputs import Inputs, prepare_inputs, with_model_folder
+from gsm8k_app.inputs import Inputs, held_out_sets, prepare_inputs, with_model_folder
 from gsm8k_app.recipes import RECIPES
 from gsm8k_app.rewards import gsm8k_rewards
 from gsm8k_app.summary import write_summary
 
 from rft_dist import DistError, TorchrunEnvironment
 from rft_engines import EngineError
+from rft_trainer import convert, evaluate
 from rft_trainer.checkpoint import resolve_resume
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import Demonstrations
 from rft_trainer.errors import RFTrainerError, RunInterrupted
 from rft_trainer.models import quieten_transformers
-from rft_trainer.preflight import claim_output, dry_run, preflight
+from rft_trainer.preflight import claim_output, dry_run, preflight, with_further_problems
 from rft_trainer.report import Console
 from rft_trainer.roles import build_initial_model, build_policy, prepare_critic, prepare_teacher
 from rft_trainer.session import Ingredients, build_trainer
+from rft_trainer.standalone import AppParts
 from rft_trainer.strategy import Strategy, get_strategy
 from rft_trainer.warm_start import is_warm_started, starting_folder, warm_start
+
+PARTS = AppParts(recipes=RECIPES, resolve=with_model_folder, held_out=held_out_sets, rewards=gsm8k_rewards)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run and return the exit code: 0, 130 for a signal, 2 for an error of the user's with a line for each problem."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["evaluate"]:
+        return evaluate.main(arguments[1:], PARTS)
+    if arguments[:1] == ["convert"]:
+        return convert.main(arguments[1:], PARTS)
     rank, started = "0", time.perf_counter()
     try:
-        config = resolve_resume(parse_config(argv, RECIPES, description="GSM8K by reinforcement fine-tuning"))
+        config = resolve_resume(parse_config(arguments, RECIPES, description="GSM8K by reinforcement fine-tuning"))
         if config.dry_run:
             print(dry_run(with_model_folder(config)))
             return 0
@@ -61,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(stopped, file=sys.stderr)
         return 130
     except (RFTrainerError, DistError, EngineError) as error:
-        for line in str(error).splitlines():
+        for line in str(with_further_problems(error)).splitlines():
             print(f"[rank {rank}] error: {line}", file=sys.stderr)
         return 2
     return 0

@@ -13,7 +13,7 @@ from rft_dist.testing import run_ranks
 from rft_trainer.algorithms import PolicyLoss
 from rft_trainer.config import RFTConfig
 from rft_trainer.experience import Collator, Experience, MicroBatchPlanner
-from rft_trainer.models import Actor, load_causal_model
+from rft_trainer.models import Actor, Critic, load_causal_model
 from rft_trainer.session import update_config
 from rft_trainer.strategy import DeepspeedBackend, FSDPBackend, WorldDataParallel
 from rft_trainer.strategy.protocols import StepReport
@@ -47,6 +47,10 @@ CASES = [
     *((name, changes, micro, layout) for name, changes in FULL.items() for micro, layout in GRID),
     *((name, changes, micro, layout) for name, changes in EVERY.items() for micro, layout in CORNERS),
 ]
+VALUE_LOSS = "value"
+VALUE_TERMS = {"value_clip": 0.2}
+VALUE_CORNERS = [(VALUE_LOSS, VALUE_TERMS, micro, layout) for micro, layout in CORNERS]
+VALUE_GRID = [(VALUE_LOSS, VALUE_TERMS, micro, layout) for micro, layout in GRID]
 DEFAULT = [(2, "fsdp2"), (2, "zero2"), (4, "zero3")]
 REST = [
     (world, kind)
@@ -54,7 +58,14 @@ REST = [
     for kind in ("fsdp2", "zero0", "zero1", "zero2", "zero3")
     if (world, kind) not in DEFAULT
 ]
-SPREADS = [*DEFAULT, *(pytest.param(*spread, marks=pytest.mark.slow) for spread in REST)]
+SPREADS = [
+    *((*spread, [*CASES, *VALUE_CORNERS]) for spread in DEFAULT),
+    *(pytest.param(*spread, [*CASES, *VALUE_GRID], marks=pytest.mark.slow) for spread in REST),
+]
+
+
+def spread_name(value):
+    return "" if isinstance(value, list) else str(value)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +99,8 @@ def rows():
                 old_log_probs=near_uniform(length),
                 ref_log_probs=near_uniform(length),
                 advantages=torch.randn(length, generator=generator),
+                values=0.5 * torch.randn(length, generator=generator),
+                returns=torch.randn(length, generator=generator),
             )
         )
     return found
@@ -95,7 +108,7 @@ def rows():
 
 def settings(loss, changes, micro, layout):
     return RFTConfig(
-        policy_loss=loss,
+        policy_loss="ppo" if loss == VALUE_LOSS else loss,
         rollout_batch_size=ROWS // 2,
         n_samples_per_prompt=2,
         generate_max_len=max(RESPONSES),
@@ -142,8 +155,18 @@ class Plain:
         loss.backward()
 
 
-def one_update(probe, state, data, config):
-    """(gradients by name, metrics) of one update over this rank's share of the rows."""
+def fresh_critic(folder):
+    """A critic whose head is not at 0, so that its whole body has a gradient."""
+    critic = Critic(load_causal_model(folder))
+    with torch.no_grad():
+        critic.head.weight.copy_(0.1 * torch.sin(torch.arange(critic.head.weight.numel())))
+        critic.head.bias.fill_(0.2)
+    return critic
+
+
+def one_update(probe, states, data, case):
+    """(gradients by name, metrics) of one update over this rank's share of the rows, of the actor or of the critic."""
+    config, (actor, critic) = settings(*case), states
     planner = MicroBatchPlanner(data, responses=config.micro_train_batch_size)
     update = PolicyUpdate(
         update_config(config),
@@ -155,7 +178,9 @@ def one_update(probe, state, data, config):
         on_step=lambda: None,
     )
     share = slice(data.rank * ROWS // data.size, (data.rank + 1) * ROWS // data.size)
-    metrics = data.reduce_metrics(update(state, rows()[share]))
+    learns_values = case[0] == VALUE_LOSS
+    found = update(actor, rows()[share], critic=critic if learns_values else None, critic_only=learns_values)
+    metrics = data.reduce_metrics(found)
     return probe.gradients, metrics
 
 
@@ -167,13 +192,18 @@ def make_backend(kind):
 def sweep(rank, world, folder, kind, cases):
     data = WorldDataParallel(torch.device("cpu"), None)
     if kind == "plain":
-        actor = Actor(load_causal_model(folder))
-        probe, state = GradientProbe(Plain()), type("State", (), {"module": actor, "network": actor})()
+        models = (Actor(load_causal_model(folder)), fresh_critic(folder))
+        probe = GradientProbe(Plain())
+        states = [type("State", (), {"module": model, "network": model})() for model in models]
     else:
         backend = make_backend(kind)
-        state = backend.prepare(Actor(load_causal_model(folder)), RFTConfig().actor_optimizer())
+        options = RFTConfig().actor_optimizer()
+        states = [
+            backend.prepare(Actor(load_causal_model(folder)), options),
+            backend.prepare(fresh_critic(folder), options, role="critic"),
+        ]
         probe = GradientProbe(backend)
-    results = [one_update(probe, state, data, settings(*case)) for case in cases]
+    results = [one_update(probe, states, data, case) for case in cases]
     return results if rank == 0 else None
 
 
@@ -184,7 +214,7 @@ def case_name(case):
 @pytest.fixture(scope="module")
 def alone(folder):
     """One process of plain torch, everything in one right-padded micro-batch: by loss and settings."""
-    cases = {(case[0], repr(case[1])): (case[0], case[1], ROWS, "right") for case in CASES}
+    cases = {(case[0], repr(case[1])): (case[0], case[1], ROWS, "right") for case in [*CASES, *VALUE_CORNERS]}
     (results,) = run_ranks(sweep, 1, folder, "plain", list(cases.values()), timeout_seconds=500)
     return dict(zip(cases, results, strict=True))
 
@@ -195,10 +225,10 @@ def distance(got, expected):
     return float((square / sum(tensor.square().sum() for tensor in expected.values())).sqrt())
 
 
-@pytest.mark.parametrize(("world", "kind"), SPREADS)
-def test_gradient_loss_and_metrics_are_those_of_one_batch(folder, alone, world, kind):
-    results = run_ranks(sweep, world, folder, kind, CASES, timeout_seconds=600)[0]
-    for case, (gradients, metrics) in zip(CASES, results, strict=True):
+@pytest.mark.parametrize(("world", "kind", "cases"), SPREADS, ids=spread_name)
+def test_gradient_loss_and_metrics_are_those_of_one_batch(folder, alone, world, kind, cases):
+    results = run_ranks(sweep, world, folder, kind, cases, timeout_seconds=600)[0]
+    for case, (gradients, metrics) in zip(cases, results, strict=True):
         expected_gradients, expected_metrics = alone[case[0], repr(case[1])]
         assert distance(gradients, expected_gradients) <= TOLERANCE, case_name(case)
         assert metrics == pytest.approx(expected_metrics, rel=TOLERANCE, abs=1e-6), case_name(case)
@@ -224,3 +254,23 @@ def test_the_reference_is_the_written_formula(folder, alone):
     assert metrics["train/loss"] == pytest.approx(float(loss.detach()), rel=TOLERANCE)
     written = {f"model.{name}": p.grad for name, p in model.named_parameters()}
     assert distance(gradients, written) <= TOLERANCE
+
+
+def test_the_reference_of_the_critic_is_the_written_formula(folder, alone):
+    """Half the larger of the plain and the clipped squared error over all trained tokens: by hand, row by row."""
+    critic = fresh_critic(folder)
+    experiences = rows()
+    total = torch.zeros(())
+    for row in experiences:
+        ids = torch.cat([row.prompt_ids, row.response_ids])
+        hidden = critic.model(ids[None]).last_hidden_state[0, len(row.prompt_ids) - 1 : -1]
+        values = hidden @ critic.head.weight[0] + critic.head.bias
+        clipped = row.values + (values - row.values).clamp(-0.2, 0.2)
+        errors = torch.maximum((values - row.returns) ** 2, (clipped - row.returns) ** 2)
+        total = total + 0.5 * errors[row.response_mask].sum()
+    loss = total / sum(int(row.response_mask.sum()) for row in experiences)
+    loss.backward()
+    gradients, metrics = alone[VALUE_LOSS, repr(VALUE_TERMS)]
+    assert metrics["train/critic/loss"] == pytest.approx(float(loss.detach()), rel=TOLERANCE)
+    assert 0 < metrics["train/critic/value_clip_fraction"] < 1
+    assert distance(gradients, {name: p.grad for name, p in critic.named_parameters()}) <= TOLERANCE

@@ -11,7 +11,7 @@ from integration.kept_metrics import KeptMetrics
 from rft_dist.testing import run_ranks
 from rft_engines import EngineConfig
 from rft_rewards import RewardComputationEngine, RewardRecipe, RewardSample
-from rft_sync import source_for
+from rft_sync import BroadcastManager, source_for
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import PromptDataset, RecordFields
 from rft_trainer.models import Actor, load_causal_model, load_tokenizer
@@ -103,6 +103,30 @@ def test_dynamic_sampling_fills_the_batch_alike_on_one_and_two_ranks(folder, tmp
     assert all(0 < m["rollout/kept_groups"] < 1 for m in metrics)
     for name, tensor in alone[0][2].items():
         assert torch.allclose(both[1][2][name], tensor, atol=5e-5), name
+
+
+def train_and_count_syncs(rank, world, settings):
+    """(syncs of the run, metrics of each step, weights)."""
+    syncs, broadcast = [], BroadcastManager.broadcast_to_engine
+
+    def counted(manager, version=None):
+        syncs.append(version)
+        return broadcast(manager, version)
+
+    BroadcastManager.broadcast_to_engine = counted
+    logged, _, weights = train(rank, world, settings)
+    return len(syncs), logged, weights
+
+
+def test_an_engine_that_sleeps_gets_its_weights_once_a_step_however_many_rounds_are_sampled(folder, tmp_path):
+    settings = config(folder, tmp_path / "run", dynamic_sampling=True, enable_engine_sleep=True, max_steps=2)
+    ((syncs, logged, weights),) = run_ranks(train_and_count_syncs, 1, settings, timeout_seconds=500)
+    assert max(step["rollout/sampling_rounds"] for step in logged) >= 2
+    # before the first step, and after each
+    assert syncs == 1 + 2
+    awake = replace(settings, output_dir=tmp_path / "awake", enable_engine_sleep=False)
+    ((_, _, expected),) = run(1, awake)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 def test_partial_rollouts_are_bounded_in_age_and_resume(folder, tmp_path):

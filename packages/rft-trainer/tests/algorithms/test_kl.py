@@ -99,6 +99,16 @@ def test_k3_and_k2_are_never_negative(log_p, log_q):
         assert kl_estimate(torch.tensor([[log_p]]), torch.tensor([[log_q]]), kind).item() >= 0
 
 
+def test_adaptive_coefficient_stays_positive_and_outlives_a_step_without_a_number():
+    controller = AdaptiveKL(value=0.1, target=1.0, horizon_samples=100)
+    controller.update(math.nan, 100)
+    assert controller.value == 0.1
+    controller.update(0.0, 1024)
+    assert controller.value == pytest.approx(0.08)
+    controller.update(math.inf, 50)
+    assert controller.value == pytest.approx(0.088)
+
+
 @pytest.mark.parametrize(("observed", "expected"), [(12.0, 0.0102048), (3.0, 0.0097952), (6.0, 0.01)])
 def test_adaptive_coefficient(observed, expected):
     controller = AdaptiveKL(value=0.01, target=6.0, horizon_samples=10_000)

@@ -67,6 +67,22 @@ def test_whitening_without_centre_keeps_the_sign():
     assert_close(whitened, torch.tensor([[1.0, 3.0]]), atol=1e-6, rtol=0)  # population deviation is 1
 
 
+@pytest.mark.parametrize("value", [0.0, 0.1, -1.0, 1234.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_without_a_spread_are_not_blown_up(value, dtype):
+    values, mask = torch.full((2, 3), value, dtype=dtype), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert whiten(values, mask).eq(0).all()
+    assert whiten(values, mask, centred=False).equal(values * mask)
+    running = RunningMoments()
+    running.update(Moments.of(values))
+    assert running.normalise(values, centred=False).equal(values)
+
+
+def test_a_value_that_is_not_a_number_spoils_all_of_them():
+    values = torch.tensor([[1.0, math.nan, 1.0]])
+    assert whiten(values, torch.ones(1, 3)).isnan().all()
+
+
 def test_moments_do_not_lose_small_spread_beside_a_large_mean():
     values = torch.tensor([10_000.0, 10_000.5, 10_001.0], dtype=torch.float64)
     assert Moments.of(values).variance() == pytest.approx(1 / 6, rel=1e-6)

@@ -86,6 +86,22 @@ def test_step_rewards_lie_on_their_tokens_and_the_rest_on_the_last_one():
     assert advantages(rows) == [pytest.approx([0, 0.2, 0, 0.8]), pytest.approx([0, 0, 0, 0.7])]
 
 
+@pytest.mark.parametrize("has_steps", [False, True])
+def test_a_response_that_is_not_trained_counts_in_the_baseline_with_step_rewards_too(has_steps):
+    rows = responses([1.0, 0.0, 0.5], [2, 6, 2])
+    rows[1].truncated = True
+    rows[1].score = 0.6
+    if has_steps:
+        rows[0].step_rewards = ((0, 0.4),)
+    assign(rows, estimator="group_mean", group_size=3, overlong_filter=True)
+    # mean 0.7; the return to go of the first response begins at its step
+    assert advantages(rows) == [
+        pytest.approx([0.3, -0.1 if has_steps else 0.3]),
+        [0.0] * 6,
+        pytest.approx([-0.2, -0.2]),
+    ]
+
+
 def test_a_clipped_reward_moves_the_last_token_and_keeps_the_steps():
     rows = responses([3.0], [3])
     rows[0].step_rewards = ((0, 1.0),)

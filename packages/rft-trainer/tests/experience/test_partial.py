@@ -1,6 +1,7 @@
 """Partial rollouts: bounded growth per step, versions of each token, bounded age, nothing lost."""
 
 import json
+from dataclasses import replace
 
 from rft_engines import FinishReason, Generation, GenerationRequest, SamplingParams
 from rft_trainer.experience.partial import PartialRollouts
@@ -46,6 +47,27 @@ class Engine:
 def begin(partial, engine, *prompts):
     requests = [GenerationRequest((prompt,), seed=prompt) for prompt in prompts]
     return partial.step(list(prompts), requests, SAMPLING, version=engine.version)
+
+
+def test_a_response_that_fills_the_context_is_finished():
+    class Short(Engine):
+        """An engine whose context holds five tokens: the prompt's and four of the response."""
+
+        def _one(self, request, place, sampling):
+            assert len(request.prompt_token_ids) < 5
+            left = 5 - len(request.prompt_token_ids)
+            return super()._one(
+                replace(request, max_new_tokens=min(left, request.token_budget(sampling, None))), place, sampling
+            )
+
+    engine = Short({1: [2, 9]})
+    partial = PartialRollouts(tokens=3, staleness=5, generate=engine)
+    assert begin(partial, engine, 1) == []
+    (group,) = begin(partial, engine)
+    first, second = group.generations(SAMPLING)
+    assert (len(first.token_ids), first.finish_reason) == (2, FinishReason.STOP)
+    assert (len(second.token_ids), second.finish_reason) == (4, FinishReason.LENGTH)
+    assert begin(partial, engine) == []
 
 
 def test_a_long_response_goes_on_and_its_group_waits_for_it():

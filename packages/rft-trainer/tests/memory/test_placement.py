@@ -45,10 +45,21 @@ def test_a_phase_that_the_plan_does_not_know_finds_every_model_there():
     ("changes", "owner", "phase", "expected"),
     [
         ({"offload_trained": True}, "actor", "generate", HOST),
+        # What CPUOffloadPolicy places is never moved by hand, and not missed where it lies.
+        ({"offload_trained": True, "fsdp": True, "fsdp_cpu_offload": True}, "actor", "generate", ANY),
+        ({"offload_trained": True, "fsdp": True, "fsdp_cpu_offload": True}, "actor optimiser", "generate", ANY),
         ({"offload_frozen": True}, "reference", "update", HOST),
         ({"adam_offload": True, "fsdp": True}, "actor optimiser", "rewards", HOST),
         ({"adam_offload": True, "fsdp": False}, "actor optimiser", "rewards", ANY),
         ({"enable_engine_sleep": True}, ENGINE, "update", HOST),
+        ({"enable_engine_sleep": True}, ENGINE, "rewards", HOST),
+        ({"enable_engine_sleep": True, "dynamic_sampling": True}, ENGINE, "rewards", DEVICE),
+        (
+            {"enable_engine_sleep": True, "dynamic_sampling": True, "dynamic_sampling_rounds": 1},
+            ENGINE,
+            "rewards",
+            HOST,
+        ),
         ({}, ENGINE, "update", ANY),
     ],
 )
@@ -111,9 +122,40 @@ def test_what_leaves_goes_before_what_comes_and_kv_is_last():
     assert enter("actor_log_probs") == ["sleep, drop True", "actor in"]
     assert enter("reference") == ["sleep, drop False", "reference in"]
     assert enter("rewards") == ["reference out", "sleep, drop False"]
-    assert enter("update") == ["sleep, drop False"]
+    assert enter("update") == ["sleep, drop True"]
     assert enter("sync") == []
     assert enter("evaluate") == ["weights", "actor out", "kv"]
     # The KV cache of an evaluation would stand beside all that a checkpoint needs.
     assert enter("checkpoint") == ["sleep, drop False", "actor in"]
     assert enter("generate") == ["weights", "actor out", "kv"]
+
+
+def test_between_two_rounds_of_sampling_the_engine_stays_awake_and_sleeps_once_behind_them():
+    import torch
+
+    events = []
+    made = plan_placement(
+        trained=("actor",),
+        frozen=(),
+        offload_trained=True,
+        offload_frozen=True,
+        optimizer_on_host=True,
+        engine_sleeps=True,
+        more_rounds=True,
+    )
+    stage = Stage(
+        made, {"actor": Recorder(events, "actor")}, Recorder(events), None, torch.device("cpu"), full_updates=True
+    )
+
+    def enter(phase):
+        events.clear()
+        stage.enter(phase)
+        return list(events)
+
+    assert enter("sync") == []
+    assert enter("generate") == ["weights", "actor out", "kv"]
+    for _ in range(2):
+        assert enter("rewards") == ["weights", "kv"]
+        assert enter("generate") == ["weights", "kv"]
+    assert enter("rewards") == ["weights", "kv"]
+    assert enter("actor_log_probs") == ["sleep, drop True", "actor in"]

@@ -33,6 +33,8 @@ class AdvantageInputs:
 
     Attributes:
         rewards: [N] one score per response, or [N, T] rewards per token (step rewards).
+        outcome_rewards: [N] one score per response beside rewards per token; None: their sums. A response without an
+            unmasked token has no sum, and its score still counts in the baseline of the others.
         mask: [N, T] response tokens to train on; holes allowed.
         group_size: responses per prompt, side by side (A0 A1 B0 B1).
         kl_penalty: [N, T] divergence times its coefficient, subtracted from the token rewards; None for none.
@@ -50,6 +52,7 @@ class AdvantageInputs:
 
     rewards: Tensor
     mask: Tensor
+    outcome_rewards: Tensor | None = None
     group_size: int = 1
     kl_penalty: Tensor | None = None
     values: Tensor | None = None
@@ -71,6 +74,10 @@ class AdvantageInputs:
                 f"rewards {tuple(self.rewards.shape)} must be [N] or [N, T] for mask {tuple(self.mask.shape)}; "
                 "give one score per response or one reward per token"
             )
+        if self.outcome_rewards is not None and self.outcome_rewards.shape != self.mask.shape[:1]:
+            raise ValueError(
+                f"outcome_rewards {tuple(self.outcome_rewards.shape)} must be [N] for mask {tuple(self.mask.shape)}"
+            )
         require_same_shape(
             mask=self.mask,
             kl_penalty=self.kl_penalty,
@@ -82,6 +89,8 @@ class AdvantageInputs:
     @property
     def outcomes(self) -> Tensor:
         """[N] reward of each whole response."""
+        if self.outcome_rewards is not None:
+            return self.outcome_rewards
         return self.rewards if self.rewards.dim() == 1 else keep_masked(self.rewards, self.mask).sum(dim=1)
 
 

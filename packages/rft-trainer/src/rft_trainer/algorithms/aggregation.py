@@ -77,5 +77,8 @@ def aggregate(loss: Tensor, mask: Tensor, mode: str, denominator: Tensor | float
     kept = keep_masked(loss, mask)
     if mode == "seq-mean-token-mean":
         kept = kept / mask.bool().sum(dim=1, keepdim=True).clamp(min=1)
-    divisor = torch.as_tensor(denominator, dtype=torch.float32, device=loss.device)
+    if not isinstance(denominator, Tensor):
+        # a number stays on the host: as a tensor it would be copied to the GPU and waited for
+        return kept.sum() / (denominator or 1.0)
+    divisor = denominator.to(loss.device, torch.float32)
     return kept.sum() / torch.where(divisor == 0, torch.ones_like(divisor), divisor)

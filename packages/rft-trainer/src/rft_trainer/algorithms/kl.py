@@ -6,6 +6,7 @@ k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, abs = |d|.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,7 +126,9 @@ class FixedKL:
 class AdaptiveKL:
     """Proportional control of the coefficient (Ziegler et al., arXiv 1909.08593, section 2.2).
 
-    value <- value * (1 + clip(observed / target - 1, -0.2, 0.2) * samples / horizon_samples)
+    value <- value * (1 + clip(observed / target - 1, -0.2, 0.2) * min(samples / horizon_samples, 1))
+
+    The bound on the samples is ours: five horizons in one step would make the coefficient negative.
     """
 
     value: float
@@ -140,9 +143,14 @@ class AdaptiveKL:
             )
 
     def update(self, observed: float, samples: int) -> None:
-        """Move the coefficient towards the target; `observed` is the mean over all ranks."""
+        """Move the coefficient towards the target; `observed` is the mean over all ranks.
+
+        One that is not a number, from a step whose update was skipped, says nothing and changes nothing.
+        """
+        if math.isnan(observed):
+            return
         error = min(max(observed / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * samples / self.horizon_samples
+        self.value *= 1 + error * min(samples / self.horizon_samples, 1.0)
 
     def state_dict(self) -> dict[str, float]:
         """The coefficient; target and horizon belong to the configuration."""

@@ -63,7 +63,9 @@ def masked_mean(values: Tensor, mask: Tensor, denominator: Tensor | float | None
         Scalar; 0.0 (with a gradient of zeros) when the denominator is 0.
     """
     total = keep_masked(values, mask).sum()
-    count = mask.bool().sum() if denominator is None else torch.as_tensor(denominator, device=values.device)
+    if isinstance(denominator, float | int):
+        return total / (denominator or 1.0)
+    count = mask.bool().sum() if denominator is None else denominator.to(values.device)
     return total / torch.where(count == 0, torch.ones_like(count), count)
 
 
@@ -118,6 +120,14 @@ class Moments:
         return max(float(self.sums[2]) - self.count * self.mean**2, 0.0) / divisor
 
     @property
+    def has_spread(self) -> bool:
+        """Whether the deviation is more than the rounding of equal fp32 values: over a millionth of their size.
+
+        True for values that are not finite: what they spoil must show.
+        """
+        return not self.count * self.variance() <= 1e-12 * float(self.sums[2])
+
+    @property
     def is_degenerate(self) -> bool:
         """True with fewer than two values: `whiten` then passes values through, which is worth counting in a metric."""
         return self.count < 2
@@ -143,11 +153,14 @@ def whiten(
         eps: added to the variance under the root.
 
     Returns:
-        [N, T] in the dtype of `values`. With one value in all, it is passed through unchanged; with none, zeros.
+        [N, T] in the dtype of `values`. With one value in all, it is passed through unchanged; with none, zeros. Equal
+        values become 0, or stay as they are when not centred: there is no deviation to divide by.
     """
     moments = Moments.of(values, mask) if moments is None else moments
     if moments.is_degenerate:
         return keep_masked(values, mask)
+    if not moments.has_spread:
+        return torch.zeros_like(values) if centred else keep_masked(values, mask)
     scale = (moments.variance(unbiased=unbiased) + eps) ** -0.5
     shift = moments.mean if centred else 0.0
     return keep_masked((values - shift) * scale, mask)
@@ -167,7 +180,7 @@ class RunningMoments:
         self.moments = Moments(self.moments.sums + batch.sums.to(self.moments.sums.device))
 
     def normalise(self, rewards: Tensor, *, centred: bool = True, eps: float = 1e-8) -> Tensor:
-        """(r - mean) / std of everything seen, or r / std when not centred; unchanged before two values were seen."""
+        """(r - mean) / std of everything seen, or r / std when not centred; see `whiten` for no spread."""
         return whiten(rewards, torch.ones_like(rewards), moments=self.moments, centred=centred, unbiased=True, eps=eps)
 
     def state_dict(self) -> dict[str, list[float]]:

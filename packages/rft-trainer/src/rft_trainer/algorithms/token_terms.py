@@ -108,7 +108,7 @@ def expert_balance_loss(router_logits: Tensor, mask: Tensor, counts: Tensor, den
         This micro-batch's part, a scalar. With f and the denominator global, the parts of all micro-batches and ranks
         add up to the loss of the whole batch; the paper takes both per micro-batch. With top k the sum of f is k.
     """
-    divisor = torch.as_tensor(denominator, dtype=torch.float32, device=router_logits.device).clamp(min=1)
+    divisor = denominator.clamp(min=1) if isinstance(denominator, Tensor) else max(denominator, 1.0)
     probabilities = router_logits.float().softmax(dim=-1)
     local = keep_masked(probabilities, mask[:, None].expand_as(probabilities)).sum(dim=0) / divisor
     return router_logits.shape[-1] * (counts.detach() / divisor * local).sum()

@@ -11,7 +11,7 @@ from rft_trainer.config.critic import CriticOptions
 from rft_trainer.config.data import DataOptions
 from rft_trainer.config.distribution import DistributionOptions
 from rft_trainer.config.evaluation import EvaluationOptions
-from rft_trainer.config.lora import LoRAOptions
+from rft_trainer.config.lora import LARGEST_VLLM_RANK, LoRAOptions
 from rft_trainer.config.mismatch import MismatchOptions
 from rft_trainer.config.optimizer import OptimizerOptions
 from rft_trainer.config.plan import PlanOptions
@@ -21,7 +21,7 @@ from rft_trainer.config.rollout import RolloutOptions
 from rft_trainer.config.run import RunOptions
 from rft_trainer.config.sampling import SamplingOptions
 from rft_trainer.config.warm_start import WarmStartOptions
-from rft_trainer.errors import ConfigurationError
+from rft_trainer.errors import InvalidSettings
 from rft_trainer.optim import AdamWConfig, ScheduleConfig
 
 
@@ -79,7 +79,7 @@ class RFTConfig(
             except ValueError as problem:
                 problems.append(str(problem))
         if problems:
-            raise ConfigurationError("\n".join(problems))
+            raise InvalidSettings("\n".join(problems), self)
 
     def _batch_problems(self) -> list[str]:
         samples = self.samples_per_step
@@ -103,6 +103,13 @@ class RFTConfig(
                 "leave out freeze, and choose the adapted layers by lora_targets"
             ]
         return []
+
+    @property
+    def sends_adapter_only(self) -> bool:
+        """Whether a weight update sends the adapter, and the engine keeps the weights below it."""
+        if self.lora_rank == 0 or self.lora_sync == "merged":
+            return False
+        return self.lora_sync == "adapter" or (self.engine_type == "vllm" and self.lora_rank <= LARGEST_VLLM_RANK)
 
     @property
     def updates_per_step(self) -> int:

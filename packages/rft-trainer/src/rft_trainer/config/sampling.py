@@ -10,7 +10,8 @@ class SamplingOptions:
     """Which prompts and responses a step trains on."""
 
     dynamic_sampling: bool = False
-    """Train on groups with different scores only; sample more prompts until there are rollout_batch_size of them."""
+    """Train on groups with different scores only; sample more prompts until there are rollout_batch_size of them. With
+    enable_engine_sleep the engine stays awake while responses are scored, unless there is one round only."""
     dynamic_sampling_rounds: int = 8
     """Most rounds of sampling in one step; with 1, groups that teach nothing are left out and not replaced."""
     lowest_group_score: float | None = None

@@ -145,6 +145,7 @@ class CreditAssigner:
         teaches = self._estimator.needs_teacher
         return AdvantageInputs(
             rewards=_rewards(experiences, mask),
+            outcome_rewards=torch.tensor([e.reward for e in experiences]),
             mask=mask,
             group_size=config.group_size,
             kl_penalty=None if divergence is None else self._kl.value * divergence,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rft_rewards import RewardSample
-from rft_trainer.models.layout import TokenLayout, packed_layout, padded_layout, shared_prompt_layout
+from rft_trainer.models.layout import TokenLayout, packed_layout, padded_layout, shared_prompt_layout, to_device
 from rft_trainer.models.padding import right_pad
 
 
@@ -76,7 +76,7 @@ class ExperienceBatch:
     """Experiences as tensors on the device: the rows that the model sees, and columns [B, T] of the responses.
 
     `loss_mask` marks the response tokens that are trained; it may have holes. Optional columns are None when any
-    experience lacks them.
+    experience lacks them. `rows` are the experiences themselves.
     """
 
     layout: TokenLayout
@@ -88,12 +88,6 @@ class ExperienceBatch:
     values: Tensor | None
     returns: Tensor | None
     rows: tuple[Experience, ...] = ()
-
-    def keep_scores(self, log_probs: Tensor, entropies: Tensor) -> None:
-        """Note what the update computed, [B, T], in the experiences themselves, for rollout files."""
-        kept = torch.stack((log_probs.detach(), entropies.detach())).cpu()
-        for index, row in enumerate(self.rows):
-            row.update_log_probs, row.update_entropies = kept[:, index, : len(row.response_ids)].clone()
 
 
 LAYOUTS: Mapping[str, Callable[[Sequence[Tensor], Sequence[Tensor], int], TokenLayout]] = {
@@ -126,7 +120,7 @@ class Collator:
             tensors = [getattr(e, name) for e in experiences]
             if any(t is None for t in tensors):
                 return None
-            return right_pad(tensors, 0)[0].to(self.device)
+            return to_device(right_pad(tensors, 0)[0], self.device)
 
         loss_mask, engine = columns("response_mask"), columns("engine_log_probs")
         assert loss_mask is not None

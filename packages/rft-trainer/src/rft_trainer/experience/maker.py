@@ -1,8 +1,9 @@
 """From prompts to experiences, role by role: rollout, rewards, actor, reference, critic, teacher, advantages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from rft_trainer.experience.credit import CreditAssigner
 from rft_trainer.experience.experience import Collator, Experience, placeholder, reward_sample
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
 from rft_trainer.experience.partial import PartialRollouts
+from rft_trainer.models.padding import on_host
 from rft_trainer.strategy.protocols import RolloutRuntime
 
 
@@ -72,6 +74,7 @@ class FastExperienceMaker:
         self._score_with_actor = score_with_actor
         self._count_experts = count_experts
         self._seed = base_seed
+        self._made: list[ref[Experience]] = []
 
     def learnable(self, experiences: Sequence[Experience], roles: Roles, timer: PhaseTimer) -> dict[str, Mean]:
         """Scored responses become what the update learns from: columns of the roles, reward, advantages.
@@ -150,7 +153,7 @@ class FastExperienceMaker:
 
     def _experience(self, generation: Generation, prompt: EncodedPrompt, group: int) -> Experience:
         response_ids = torch.tensor(generation.token_ids, dtype=torch.long)
-        return Experience(
+        made = Experience(
             group=group,
             prompt_ids=torch.tensor(generation.prompt_token_ids, dtype=torch.long),
             response_ids=response_ids,
@@ -165,6 +168,15 @@ class FastExperienceMaker:
             label=prompt.record.label,
             token_versions=torch.full((len(response_ids),), generation.weights_version),
         )
+        self._made.append(ref(made))
+        return made
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors of all experiences made here that somebody still holds."""
+        alive = [(known, made) for known in self._made if (made := known()) is not None]
+        self._made = [known for known, _ in alive]
+        for _, experience in alive:
+            yield from (value for value in vars(experience).values() if isinstance(value, Tensor))
 
     def take_reward_counts(self) -> dict[str, Sum]:
         """Events that the reward functions counted since the last call, such as time-outs and missing answers."""
@@ -192,16 +204,22 @@ class FastExperienceMaker:
     ) -> None:
         """Fill a column in eval mode; the model's mode is restored. Collective over the world."""
         training, options = model.training, {"with_experts": True} if counts_experts else {}
+        # On the device until all are there: a copy in between would make the host wait for each forward.
+        scored: list[tuple[Experience, Tensor, Tensor | None]] = []
         model.eval()
         try:
             for indices in self._planner.plan(experiences):
                 rows = [experiences[i] for i in indices] or [placeholder(experiences)]
                 output = model(self._collate(rows).layout, **options)
-                # The first output is the one per token: log-probabilities or values.
-                per_token: Tensor = output[0].cpu()
                 for row, index in enumerate(indices):
-                    setattr(experiences[index], column, per_token[row, : len(experiences[index].response_ids)].clone())
-                    if counts_experts:
-                        experiences[index].expert_counts = output.expert_counts[row].cpu()
+                    one = experiences[index]
+                    counts = output.expert_counts[row] if counts_experts else None
+                    # The first output is the one per token: log-probabilities or values.
+                    scored.append((one, output[0][row, : len(one.response_ids)], counts))
         finally:
             model.train(training)
+        per_token = on_host([numbers for _, numbers, _ in scored])
+        for (experience, _, counts), numbers in zip(scored, per_token, strict=True):
+            setattr(experience, column, numbers)
+            if counts is not None:
+                experience.expert_counts = counts.cpu()

@@ -18,14 +18,17 @@ class Sample:
     versions: list[int] = field(default_factory=list)
     finish: str | None = None
 
-    def take(self, generation: Generation, limit: int) -> None:
-        """Append what was generated; a response of `limit` tokens is finished, cut by its length."""
+    def take(self, generation: Generation, *, asked: int, limit: int) -> None:
+        """Append what was generated when `asked` tokens were; one of `limit` tokens is finished, cut by its length."""
         self.token_ids += generation.token_ids
         self.log_probs += generation.log_probs
         self.versions += [generation.weights_version] * len(generation.token_ids)
         if generation.finish_reason is FinishReason.STOP:
             self.finish = FinishReason.STOP.value
-        elif len(self.token_ids) >= limit or not generation.token_ids:
+            return
+        # Fewer than asked for: the engine's context is full, and the next request would not fit into it.
+        context_is_full = generation.finish_reason is FinishReason.LENGTH and len(generation.token_ids) < asked
+        if len(self.token_ids) >= limit or context_is_full or not generation.token_ids:
             self.finish = FinishReason.LENGTH.value
 
 
@@ -98,7 +101,9 @@ class PartialRollouts:
         ]
         first = replace(sampling, max_new_tokens=min(self._tokens, limit))
         for number, generation in enumerate(self._generate(requests, first)):
-            begun[number // sampling.n].samples[number % sampling.n].take(generation, limit)
+            begun[number // sampling.n].samples[number % sampling.n].take(
+                generation, asked=first.max_new_tokens, limit=limit
+            )
         groups = [*self._held, *begun]
         self._held = [group for group in groups if not group.is_finished]
         return [group for group in groups if group.is_finished]
@@ -125,8 +130,9 @@ class PartialRollouts:
                     max_new_tokens=left if is_due else min(self._tokens, left),
                 )
             )
-        for (group, place), generation in zip(going, self._generate(requests, replace(sampling, n=1)), strict=True):
-            group.samples[place].take(generation, limit)
+        generations = self._generate(requests, replace(sampling, n=1))
+        for (group, place), request, generation in zip(going, requests, generations, strict=True):
+            group.samples[place].take(generation, asked=request.max_new_tokens or limit, limit=limit)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The groups that this rank holds, as plain values."""

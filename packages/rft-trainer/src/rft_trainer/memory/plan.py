@@ -83,6 +83,7 @@ def plan_placement(
     offload_frozen: bool,
     optimizer_on_host: bool,
     engine_sleeps: bool,
+    more_rounds: bool = False,
 ) -> PlacementPlan:
     """The plan of a run.
 
@@ -93,6 +94,7 @@ def plan_placement(
         offload_frozen: a frozen model is on the device in its own phase only.
         optimizer_on_host: optimiser states are on the host except from an optimiser step to the end of the update.
         engine_sleeps: the engine gives its memory up outside generation; a sync wakes its weights by itself.
+        more_rounds: scores may send a step back to generating, so the engine stays awake while responses are scored.
     """
     rows: dict[str, OwnerRow] = {}
     for name in trained:
@@ -102,7 +104,7 @@ def plan_placement(
         )
     for name in frozen:
         rows[name] = _row(partial(_frozen, name, away=offload_frozen), Placement.DEVICE)
-    rows[ENGINE] = _row(lambda phase: _engine(phase, sleeps=engine_sleeps), Placement.ANY)
+    rows[ENGINE] = _row(lambda phase: _engine(phase, sleeps=engine_sleeps, stays=more_rounds), Placement.ANY)
     return PlacementPlan(rows)
 
 
@@ -132,8 +134,8 @@ def _frozen(name: str, phase: str, *, away: bool) -> Placement:
     return Placement.HOST if away else Placement.ANY
 
 
-def _engine(phase: str, *, sleeps: bool) -> Placement:
-    if phase in _GENERATING:
+def _engine(phase: str, *, sleeps: bool, stays: bool) -> Placement:
+    if phase in _GENERATING or (stays and phase == "rewards"):
         return Placement.DEVICE
     # A sync wakes weights and nothing more; what follows it finds the engine half awake on purpose.
     return Placement.HOST if sleeps and phase not in ("sync", "record", "checkpoint") else Placement.ANY

@@ -70,8 +70,9 @@ class Stage:
         # A phase that leaves the engine as it is does so after a sync; one that is wide awake makes room.
         awake = not generates and self._wants(ENGINE, before, Placement.DEVICE)
         if awake or self._wants(ENGINE, phase, Placement.HOST):
-            # A rollout is followed by an update and a sync, an evaluation is not.
-            slept = self._runtime.sleep(update_follows=self._full_updates and before == "generate")
+            # A rollout and its rewards are followed by an update and a sync, an evaluation is not.
+            follows = self._full_updates and before in ("generate", "rewards")
+            slept = self._runtime.sleep(update_follows=follows)
         if leaving and self._device.type == "cuda":
             # Once for all of them: an engine's own allocator does not see torch's cache.
             torch.cuda.empty_cache()

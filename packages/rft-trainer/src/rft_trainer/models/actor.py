@@ -186,15 +186,15 @@ class Actor(nn.Module):
         head = cast(Any, self.model).get_output_embeddings()
         options = dict(self._scoring)
         first = options.pop("first_token_temperature")
-        parts = [(layout.mask, options)]
+        cells, shape = layout.cells, layout.mask.shape
+        parts = [(cells, options)]
         if first is not None:
-            is_first = layout.mask & (torch.arange(layout.mask.shape[1], device=layout.mask.device) == 0)
-            parts = [(layout.mask & ~is_first, options), (is_first, {**options, "temperature": first})]
+            is_first = cells % shape[1] == 0
+            parts = [(cells[~is_first], options), (cells[is_first], {**options, "temperature": first})]
+        predictors, labels = layout.predictors.flatten(), layout.labels.flatten()
         scores = [
-            tuple(
-                scatter_tokens(flat, mask) for flat in head(hidden[layout.predictors[mask]], layout.labels[mask], **how)
-            )
-            for mask, how in parts
+            tuple(scatter_tokens(flat, part, shape) for flat in head(hidden[predictors[part]], labels[part], **how))
+            for part, how in parts
         ]
         # Each token is in one part and 0 in the other.
         log_probs, entropy = (sum(columns[1:], columns[0]) for columns in zip(*scores, strict=True))
@@ -202,13 +202,15 @@ class Actor(nn.Module):
 
     def _with_experts(self, scores: TokenScores, layers: Sequence[Tensor], layout: TokenLayout) -> TokenScores:
         assert self.experts is not None
-        places = layout.predictors[layout.mask]
+        places = layout.predictors.flatten()[layout.cells]
         logits = torch.cat([layer.flatten(0, -2)[places] for layer in layers])
-        rows = layout.mask.nonzero()[:, 0].repeat(len(layers))
+        rows = (layout.cells // layout.mask.shape[1]).repeat(len(layers))
         counts = [expert_counts(logits.detach(), rows == row, self.experts[1]) for row in range(len(layout.mask))]
         return scores._replace(router_logits=logits, expert_counts=torch.stack(counts))
 
 
-def scatter_tokens(flat: Tensor, mask: Tensor) -> Tensor:
-    """[N] values into the true cells of [B, T], row by row; 0 elsewhere."""
-    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
+def scatter_tokens(flat: Tensor, cells: Tensor, shape: torch.Size) -> Tensor:
+    """[N] values into the flat `cells` [N] of [B, T]; 0 elsewhere. Neither direction waits for a GPU."""
+    # hazard: not flat and reshaped behind: FSDP2 loses its backward hook on a view
+    places = (cells // shape[1], cells % shape[1])
+    return torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put(places, flat)

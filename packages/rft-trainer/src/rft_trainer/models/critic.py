@@ -52,5 +52,5 @@ class Critic(nn.Module):
     def forward(self, layout: TokenLayout) -> TokenValues:
         """Values of the response tokens of `layout`, [B, T]."""
         hidden = decode(self.model, layout)[0]
-        values: Tensor = self.head(hidden.flatten(0, 1)[layout.predictors[layout.mask]])
-        return TokenValues(scatter_tokens(values, layout.mask))
+        values: Tensor = self.head(hidden.flatten(0, 1)[layout.predictors.flatten()[layout.cells]])
+        return TokenValues(scatter_tokens(values, layout.cells, layout.mask.shape))

@@ -21,6 +21,8 @@ class TokenLayout:
     predictors: [B, T] int64 in [0, R * L): the flat place of the token before, whose hidden state predicts this one.
     labels: [B, T] int64.
     mask: [B, T] bool, where a response token stands.
+    cells: [N] int64, the flat places of those N tokens in [B, T], row by row: what a GPU would have to be waited for to
+        find them by the mask.
     cumulative_lengths: [B + 1] int32 (0, l_0, l_0 + l_1, ...) of packed rows, None for the other layouts.
     longest: tokens of the longest packed row.
     """
@@ -31,12 +33,15 @@ class TokenLayout:
     predictors: Tensor
     labels: Tensor
     mask: Tensor
+    cells: Tensor
     cumulative_lengths: Tensor | None = None
     longest: int = 0
 
     def to(self, device: torch.device) -> "TokenLayout":
         """The same on another device."""
-        tensors: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors: dict[str, Any] = {
+            n: to_device(value, device) for n, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, **tensors)
 
 
@@ -57,7 +62,7 @@ def padded_layout(
     pad = left_pad if side == "left" else right_pad
     input_ids, attention_mask = pad([torch.cat(pair) for pair in zip(prompts, responses, strict=True)], pad_token_id)
     width = input_ids.shape[1]
-    lengths = attention_mask.sum(dim=1).tolist()
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
     offsets = [width - length if side == "left" else 0 for length in lengths]
     starts = [
         number * width + offset + len(prompt) - 1
@@ -73,6 +78,7 @@ def padded_layout(
         predictors=right_pad(predictors, 0)[0],
         labels=labels,
         mask=mask,
+        cells=_cells(responses),
     )
 
 
@@ -99,6 +105,7 @@ def packed_layout(prompts: Sequence[Tensor], responses: Sequence[Tensor], pad_to
         predictors=right_pad(predictors, 0)[0],
         labels=labels,
         mask=mask,
+        cells=_cells(responses),
         cumulative_lengths=edges.int(),
         longest=max(lengths),
     )
@@ -150,7 +157,20 @@ def shared_prompt_layout(prompts: Sequence[Tensor], responses: Sequence[Tensor],
         predictors=right_pad(predictors, 0)[0],
         labels=labels,
         mask=mask,
+        cells=_cells(responses),
     )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`; a copy to a GPU goes through pinned memory, so that nobody waits for it."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def _cells(responses: Sequence[Tensor]) -> Tensor:
+    width = max(len(response) for response in responses)
+    return torch.cat([row * width + torch.arange(len(response)) for row, response in enumerate(responses)])
 
 
 def _check(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> None:

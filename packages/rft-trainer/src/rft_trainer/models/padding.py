@@ -54,6 +54,15 @@ def unpad(values: Tensor, mask: Tensor) -> list[Tensor]:
     return [row[keep] for row, keep in zip(values, mask.bool(), strict=True)]
 
 
+def on_host(rows: Sequence[Tensor]) -> list[Tensor]:
+    """Rows [t_i] on the CPU, each with memory of its own, in one copy from their device."""
+    if not rows:
+        return []
+    flat = torch.cat([row.reshape(-1) for row in rows]).cpu()
+    parts = flat.split([row.numel() for row in rows])  # type: ignore[no-untyped-call]
+    return [part.reshape(row.shape).clone() for part, row in zip(parts, rows, strict=True)]
+
+
 def position_ids_from_mask(mask: Tensor) -> Tensor:
     """[B, T] int64 positions: real tokens count 0, 1, 2, ... on either padding side; padding gets 0."""
     present = mask.bool()

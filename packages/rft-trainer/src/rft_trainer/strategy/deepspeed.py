@@ -98,7 +98,11 @@ class DeepspeedBackend:
     def prepare_frozen(self, model: nn.Module, *, role: str = "reference") -> nn.Module:
         """A model that is only scored: sharded at stage 3, whole on each rank below. Collective over the world."""
         model.requires_grad_(False).eval()
-        model.to(self._device, torch.bfloat16 if self._bf16 else None)
+        model.to(self._device)
+        if self._bf16:
+            # Not the buffers: rotary frequencies in bfloat16 turn a token at position 1000 by whole radians.
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
         wrapped: nn.Module = model
         if self._stage == 3:
             import deepspeed
@@ -163,8 +167,11 @@ class DeepspeedBackend:
         return float(norm)
 
     def _all_finite(self, state: TrainState) -> bool:
-        finite = all(bool(torch.isfinite(grad).all()) for grad in self._local_gradients(state))
-        flag = torch.tensor(int(finite), device=self._device)
+        flag = torch.ones((), dtype=torch.int32, device=self._device)
+        # Read once, behind the reduction: a model has hundreds of gradients, and each reading would wait for the GPU.
+        verdicts = [torch.isfinite(grad).all() for grad in self._local_gradients(state)]
+        if verdicts:
+            flag = flag * torch.stack(verdicts).all().to(self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag)
 

@@ -116,14 +116,17 @@ class Strategy:
 
     # -- training
 
-    def build_sampler(self, size: int, batch_size: int, *, shuffle: bool = True) -> DataSampler:
-        """Seeded sampler of this rank's share of each global batch."""
+    def build_sampler(
+        self, size: int, batch_size: int, *, shuffle: bool = True, drop_last: bool = False
+    ) -> DataSampler:
+        """Seeded sampler of this rank's share of each global batch, reshuffled by epoch; resumable."""
         return DataSampler(
             size,
             batch_size=batch_size,
             rank=self.data.rank,
             num_ranks=self.data.size,
             shuffle=shuffle,
+            drop_last=drop_last,
             seed=self.config.seed,
         )
 
@@ -159,6 +162,7 @@ class Strategy:
             enable_sleep=self.config.enable_engine_sleep,
             max_lag=self.config.max_weight_lag,
             share_weights=self.config.share_engine_weights,
+            adapter_only=self.config.sends_adapter_only,
         )
         self._stack.callback(self._runtime.close)
         return self._runtime

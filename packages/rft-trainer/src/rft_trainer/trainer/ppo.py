@@ -97,6 +97,9 @@ class PPOTrainer:
             with StopSignals(self.progress.line) as stop:
                 self._rounds(stop)
             self._settle_save(wait=True)
+        except Exception as error:
+            self._settle_after(error)
+            raise
         finally:
             self.logger.close()
         self.progress.line(self.memory.table())
@@ -260,6 +263,21 @@ class PPOTrainer:
             if folder is not None:
                 self.progress.line(f"checkpoint {folder}")
 
+    def _settle_after(self, error: Exception) -> None:
+        """Complete a checkpoint in the background before `error` leaves, which says so. No communication.
+
+        Other ranks may not have failed, and answer no collective.
+        """
+        try:
+            folder = self.checkpoints.finish_alone()
+        except CheckpointError as failure:
+            note = f"a checkpoint that was being written is not complete: {failure}"
+        else:
+            note = "" if folder is None else f"checkpoint {folder}"
+        if note:
+            error.add_note(note)
+            self.progress.line(note)
+
     @contextmanager
     def _save_errors(self) -> Iterator[None]:
         try:
@@ -290,11 +308,13 @@ class PPOTrainer:
         return write
 
     def resume(self, state: TrainerState) -> None:
-        """Continue after the step that `state` was saved at."""
+        """Continue after the step that `state` was saved at; before the first step it holds weights alone."""
         self.finished_steps = state.step
         self.memory.begin(state.step)
         self.evaluations = dict(state.evaluations)
         self.runtime.resume(state.weights_version)
+        if state.step == 0:
+            return
         self.update.load_state_dict(state.update["buffer"])
         self.kl.load_state_dict(state.update["kl"])
         self.maker.load_state_dict(state.update["credit"])

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from rft_trainer.experience.micro_batches import MicroBatchPlanner
 from rft_trainer.experience.replay_buffer import ReplayBuffer
 from rft_trainer.strategy.protocols import DataParallel, TrainingBackend, TrainState
 from rft_trainer.trainer.collector import Metric, MetricCollector
+from rft_trainer.trainer.kept_scores import KeptScores
 from rft_trainer.trainer.steps import MiniBatchStep
 
 
@@ -76,6 +77,19 @@ class UpdateConfig:
     seed: int
 
 
+class ExpertLoad(NamedTuple):
+    """`counts` [E], how often each expert was chosen, on the device; `tokens`, times layers, that chose."""
+
+    counts: Tensor
+    tokens: float
+
+
+def _balance(logits: Tensor, load: ExpertLoad) -> Tensor:
+    """This micro-batch's part of the balance; choices were counted when the old log-probabilities were scored."""
+    everywhere = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+    return expert_balance_loss(logits, everywhere, load.counts, load.tokens)
+
+
 class PolicyUpdate:
     """Optimiser steps over one rollout.
 
@@ -99,7 +113,10 @@ class PolicyUpdate:
         self._data = data
         self._kl = kl
         self._on_step = on_step
-        self._buffer: ReplayBuffer[Experience] = ReplayBuffer(seed=config.seed, keep_groups=config.keep_groups)
+        self._buffer: ReplayBuffer[Experience] = ReplayBuffer(
+            seed=config.seed, keep_groups=config.keep_groups, group_size=config.group_size
+        )
+        self._scores = KeptScores()
         step = partial(MiniBatchStep, backend=backend, data=data, planner=planner, collator=collator)
         self._actor_step = step(aggregation=config.aggregation, fixed_length=config.fixed_length)
         self._critic_step = step(aggregation="token-mean")
@@ -119,6 +136,15 @@ class PolicyUpdate:
         for state in (actor, critic):
             if state is not None:
                 state.module.train()
+        try:
+            return self._steps(actor, experiences, critic, critic_only)
+        finally:
+            # Copies on the device would stay there while the engine generates.
+            self._buffer.release()
+
+    def _steps(
+        self, actor: TrainState, experiences: Sequence[Experience], critic: TrainState | None, critic_only: bool
+    ) -> dict[str, Metric]:
         policy, value = MetricCollector("train/"), MetricCollector("train/critic/")
         for mini_batch in self._mini_batches(experiences):
             if not critic_only:
@@ -129,8 +155,16 @@ class PolicyUpdate:
                     self._on_step()
             if critic is not None:
                 value.add_step(self._critic_step(critic, mini_batch, partial(self._value_micro_batch, value)))
+        self._settle_scores(experiences)
         metrics = {**policy.metrics(), "train/kl_coef": Max(self._kl.value)}
         return metrics if critic is None else {**metrics, **value.metrics()}
+
+    def _settle_scores(self, experiences: Sequence[Experience]) -> None:
+        self._scores.settle()
+        for experience, trained in zip(experiences, self._buffer, strict=True):
+            # On the device copies were trained on.
+            experience.update_log_probs = trained.update_log_probs
+            experience.update_entropies = trained.update_entropies
 
     def state_dict(self) -> dict[str, int]:
         """What the shuffle of the next rollout depends on."""
@@ -167,7 +201,7 @@ class PolicyUpdate:
     def _policy_micro_batch(
         self,
         collected: MetricCollector,
-        experts: Tensor | None,
+        experts: ExpertLoad | None,
         module: Any,
         batch: ExperienceBatch,
         denominator: float,
@@ -190,7 +224,7 @@ class PolicyUpdate:
         collected.add(outputs.metrics)
         collected.add(mismatch_metrics(behaviour, batch.engine_log_probs, mask), "gap/")
         collected.add({"entropy": metric_mean(scores.entropy.detach(), mask)})
-        batch.keep_scores(scores.log_probs, scores.entropy)
+        self._scores.note(batch.rows, scores.log_probs, scores.entropy)
         if config.entropy_coef > 0:
             token_loss = token_loss + entropy_bonus(scores.entropy, mask, config.entropy_coef)
         if config.kl_estimator is not None:
@@ -200,29 +234,21 @@ class PolicyUpdate:
             token_loss = token_loss + self._kl.value * kl
         loss = aggregate(token_loss, mask, config.aggregation, denominator)
         if experts is not None:
-            loss = loss + config.expert_balance_coef * self._balance(scores, experts)
+            loss = loss + config.expert_balance_coef * _balance(scores.router_logits, experts)
         collected.add_loss(loss)
         return loss
 
-    def _experts(self, actor: TrainState, mini_batch: Sequence[Experience]) -> Tensor | None:
-        """[E] how often each expert was chosen in the mini-batch. Collective over the world."""
+    def _experts(self, actor: TrainState, mini_batch: Sequence[Experience]) -> ExpertLoad | None:
+        """How often each expert was chosen in the mini-batch. Collective over the world."""
         if self._config.expert_balance_coef == 0:
             return None
-        count, _ = cast(Any, actor.network).experts
+        count, chosen_per_token = cast(Any, actor.network).experts
         total = torch.zeros(count, dtype=torch.float64)
         for experience in mini_batch:
             assert experience.expert_counts is not None
             total += experience.expert_counts
-        return self._data.sum(total).float()
-
-    @staticmethod
-    def _balance(scores: Any, experts: Tensor) -> Tensor:
-        """This micro-batch's part; choices were counted when the old log-probabilities were scored."""
-        logits = scores.router_logits
-        everywhere = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-        chosen_per_token = float(scores.expert_counts.sum()) / max(1, len(logits))
-        tokens = float(experts.sum()) / max(1.0, chosen_per_token)
-        return expert_balance_loss(logits, everywhere, experts.to(logits.device), tokens)
+        total = self._data.sum(total)
+        return ExpertLoad(total.float().to(self._data.device), float(total.sum()) / chosen_per_token)
 
     def _weights(
         self, collected: MetricCollector, behaviour: Tensor, entropy: Tensor, batch: ExperienceBatch

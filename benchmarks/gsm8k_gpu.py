@@ -61,7 +61,13 @@ def stage_folder(output: Path, stage: str, seed: int) -> Path:
 
 def run(stage: str, seed: int, arguments: argparse.Namespace) -> bool:
     """Run a stage within its limit; whether it ended well."""
-    words = command(stage, seed, arguments)
+    from rft_trainer.errors import ConfigurationError
+
+    try:
+        words = command(stage, seed, arguments)
+    except ConfigurationError as missing:
+        print(f"{stage}, seed {seed}: not run, {missing}", flush=True)
+        return False
     print("+", " ".join(words), flush=True)
     start = time.monotonic()
     process = subprocess.Popen(words)

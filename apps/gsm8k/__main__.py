@@ -30,7 +30,7 @@ from rft_trainer.config import RFTConfig
 from rft_trainer.data import Demonstrations
 from rft_trainer.errors import RFTrainerError, RunInterrupted
 from rft_trainer.models import quieten_transformers
-from rft_trainer.preflight import claim_output, dry_run, preflight
+from rft_trainer.preflight import claim_output, dry_run, preflight, with_further_problems
 from rft_trainer.report import Console
 from rft_trainer.roles import build_initial_model, build_policy, prepare_critic, prepare_teacher
 from rft_trainer.session import Ingredients, build_trainer
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(stopped, file=sys.stderr)
         return 130
     except (RFTrainerError, DistError, EngineError) as error:
-        for line in str(error).splitlines():
+        for line in str(with_further_problems(error)).splitlines():
             print(f"[rank {rank}] error: {line}", file=sys.stderr)
         return 2
     return 0

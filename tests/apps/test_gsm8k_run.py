@@ -157,19 +157,27 @@ def test_the_commands_of_the_app_know_its_names(blended, tmp_path):
     assert "give a .jsonl or .parquet file" in err
 
 
+WARM = ("--warm_start_steps", "3", "--warm_start_batch_size", "4", "--warm_start_learning_rate", "1e-3")
+
+
 @pytest.mark.parametrize("stage", [pytest.param("2", marks=pytest.mark.slow), "3"])
 def test_the_whole_path_under_zero(stage, problems, model, tmp_path):
     folder = tmp_path / "run"
     data = ("--pretrain", str(model), "--dataset", str(problems), "--eval_dataset", str(problems))
-    code, out, err = torchrun("--zero_stage", stage, *data, *SIZES, *LEARNING, "--output_dir", str(folder))
+    code, out, err = torchrun("--zero_stage", stage, *WARM, *data, *SIZES, *LEARNING, "--output_dir", str(folder))
     assert code == 0, err[-3000:]
+    # the divergence of 0 in the first step is from the warm-started model
     assert_whole(folder, model, items=10)
+    assert_exported(folder / "warm_start", model)
+    record = json.loads((folder / "warm_start.json").read_text())
+    assert (record["steps"], record["answers"], record["ranks"]) == (3, 4 + 4 + 2, 2)
     assert "accuracy:" in out
     assert "step 2/2" in out
 
 
 def test_the_whole_path_under_fsdp2(blended, model):
     assert_whole(blended[0], model, items=6)
+    assert not (blended[0] / "warm_start").exists()
 
 
 def assert_whole(folder, model, *, items):
@@ -190,6 +198,41 @@ def assert_whole(folder, model, *, items):
     assert (folder / "checkpoints" / "latest").read_text() == "step_000002"
     assert list(folder.glob("tensorboard/events*"))
     assert_exported(folder / "model", model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [("--fsdp",), ("--zero_stage", "2"), ("--zero_stage", "3")])
+def test_a_control_from_the_warm_start_of_another_run(strategy, problems, model, tmp_path):
+    """The warm start of one run is the model of the next, which trains further for seconds and is evaluated."""
+    data = (*strategy, "--dataset", str(problems), "--eval_dataset", str(problems), "--generate_max_len", "8")
+    sampled = ("--eval_samples", "8", "--eval_temperature", "1", "--eval_pass_at", "8", "--eval_greedy")
+    first, second = tmp_path / "first", tmp_path / "second"
+    supervised = ("--warm_start_batch_size", "4", "--max_steps", "0")
+    flags = (*data, *supervised, *sampled, "--eval_symbolic")
+    code, out, err = torchrun(*flags, "--pretrain", str(model), "--warm_start_epochs", "1", "--output_dir", str(first))
+    assert code == 0, err[-3000:]
+    flags += ("--pretrain", str(first / "warm_start"), "--warm_start_seconds", "2", "--output_dir", str(second))
+    code, out, err = torchrun(*flags)
+    assert code == 0, err[-3000:]
+    record = json.loads((second / "warm_start.json").read_text())
+    assert f"warm start: {record['steps']} steps" in out
+    assert record["budget_seconds"] == 2.0
+    assert record["model"] == str(first / "warm_start")
+    (row,) = map(json.loads, (second / "metrics.jsonl").read_text().splitlines())
+    assert {"eval/greedy/accuracy", "eval/accuracy_pass_at_8", "eval/accuracy_symbolic"} <= set(row)
+    assert not (second / "model").exists()
+    assert not (second / "checkpoints").exists()
+    summary = json.loads((second / "summary.json").read_text())
+    assert summary["ranks"] == 2
+    assert summary["versions"]["torch"] == torch.__version__.partition("+")[0]
+    # a second start finds the finished warm start and does not repeat it
+    before = (first / "warm_start.json").stat().st_mtime_ns
+    code, out, err = torchrun(
+        *data, *supervised, *sampled, "--pretrain", str(model), "--warm_start_epochs", "1", "--resume", "auto",
+        "--output_dir", str(first),
+    )  # fmt: skip
+    assert code == 0, err[-3000:]
+    assert (first / "warm_start.json").stat().st_mtime_ns == before
 
 
 def assert_exported(exported, original):

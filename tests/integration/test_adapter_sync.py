@@ -124,8 +124,12 @@ def test_the_engine_generates_what_the_actor_scores(folder, kind, world):
         assert gap < 1e-5
 
 
-def loop(rank, world, settings):
-    """A whole run with evaluation; metrics by step and the largest fate of the engine's base weights."""
+def loop(rank, world, runs):
+    """Whole runs with evaluation, one after the other: metrics by step, sleep levels, layers with an adapter."""
+    return [one_run(settings) for settings in runs]
+
+
+def one_run(settings):
     tokenizer = load_tokenizer(settings.pretrain)
     fields = RecordFields(reference_key=None)
     records = [fields.record({"question": f"say {i}"}, f"made:{i}") for i in range(4)]
@@ -135,49 +139,63 @@ def loop(rank, world, settings):
         actor = strategy.prepare(build_policy(settings, settings.pretrain, bf16=False))
         initial = build_initial_model(settings, settings.pretrain, strategy, actor)
         strategy.create_engine(EngineConfig(model_path=settings.pretrain, load_weights=False))
+        parts = {"actor": actor, "initial_model": initial, "tokenizer": tokenizer, "prompts": prompts}
         rewards = RewardComputationEngine(RewardRecipe(functions=[low_bytes]))
-        trainer = build_trainer(
-            settings,
-            strategy,
-            Ingredients(
-                actor=actor,
-                initial_model=initial,
-                tokenizer=tokenizer,
-                prompts=prompts,
-                held_out=prompts,
-                rewards=rewards,
-            ),
-        )
-        levels = []
-        release = strategy.runtime.engine._release
-        strategy.runtime.engine._release = lambda level: (levels.append(int(level)), release(level))
+        trainer = build_trainer(settings, strategy, Ingredients(**parts, held_out=prompts, rewards=rewards))
+        engine, levels = strategy.runtime.engine, []
+        release = engine._release
+        engine._release = lambda level: (levels.append(int(level)), release(level))
         trainer.fit()
-        hooked = sum(bool(m._forward_hooks) for m in strategy.runtime.engine.native.modules())
+        hooked = sum(bool(m._forward_hooks) for m in engine.native.modules())
     lines = (settings.output_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines if "rollout/reward" in line], levels, hooked
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero2", marks=pytest.mark.slow)])
-def test_a_run_is_that_of_merged_sync_with_an_engine_that_keeps_its_weights_asleep(folder, tmp_path, kind):
-    options = {
-        "fsdp": kind == "fsdp2",
-        "lora_rank": 4,
-        "init_kl_coef": 0.1,
-        "enable_engine_sleep": True,
-        "max_steps": 2,
-    }
-    runs = {}
-    for sync in ("adapter", "merged"):
-        settings = config(folder, tmp_path / sync, **options, lora_sync=sync, train_batch_size=8)
-        (runs[sync],) = run_ranks(loop, 1, settings, timeout_seconds=500)
-    steps, levels, hooked = runs["adapter"]
+@pytest.fixture(scope="module", params=["fsdp2", pytest.param("zero2", marks=pytest.mark.slow)])
+def runs(request, folder, tmp_path_factory):
+    """Folder and results of a run by what its updates send."""
+    output = tmp_path_factory.mktemp("runs")
+    options = {"lora_rank": 4, "init_kl_coef": 0.1, "enable_engine_sleep": True, "max_steps": 2, "train_batch_size": 8}
+    options |= {"fsdp": request.param == "fsdp2", "ema_decay": 0.5, "replay_on_device": True}
+    settings = [config(folder, output / sync, **options, lora_sync=sync) for sync in ("adapter", "merged")]
+    (results,) = run_ranks(loop, 1, settings, timeout_seconds=500)
+    return output, dict(zip(("adapter", "merged"), results, strict=True))
+
+
+def test_a_run_is_that_of_merged_sync_with_an_engine_that_keeps_its_weights_asleep(runs):
+    steps, levels, hooked = runs[1]["adapter"]
+    other_steps, other_levels, other_hooked = runs[1]["merged"]
     # Level 2 would drop the weights that no update brings back.
     assert set(levels) == {1}
-    assert 2 in runs["merged"][1]
+    assert 2 in other_levels
     assert hooked
-    assert runs["merged"][2] == 0
-    for step, other in zip(steps, runs["merged"][0], strict=True):
+    assert other_hooked == 0
+    assert len(steps) == 2
+    for step, other in zip(steps, other_steps, strict=True):
         assert step["train/gap/gap"] < 1e-5
         assert step["sync/version"] == other["sync/version"]
         assert step["rollout/reward"] == pytest.approx(other["rollout/reward"], abs=1e-5)
         assert step["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-3)
+
+
+def test_every_owner_has_a_row_within_a_tenth_of_its_forecast(runs):
+    lines = (runs[0] / "adapter" / "memory.rank0.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["step"] == 2]
+    seen = set()
+    for row in rows:
+        for owner in ("actor", "actor optimiser", "weight average", "engine weights"):
+            measured, expected = row["measured"][owner], row["expected"].get(owner, 0)
+            if row["phase"] in ("sync", "record") and owner == "engine weights":
+                continue  # woken in the middle of the phase
+            assert measured == pytest.approx(expected, rel=0.1), (row["phase"], owner)
+            seen |= {owner} if measured else set()
+    assert seen == {"actor", "actor optimiser", "weight average", "engine weights"}
+    by_phase = {row["phase"]: row["measured"] for row in rows}
+    generate = next(row for row in rows if row["phase"] == "generate")
+    # The forecast is for prompts and responses at their longest.
+    assert 0 < generate["measured"]["kv cache"] < generate["expected"]["kv cache"]
+    assert by_phase["update"]["kv cache"] == 0
+    assert by_phase["update"]["engine weights"] == 0
+    assert by_phase["generate"]["experiences"] > 0
+    assert by_phase["update"]["experiences"] > by_phase["generate"]["experiences"]
+    assert by_phase["evaluate"]["engine weights"] == generate["measured"]["engine weights"]

@@ -2,13 +2,15 @@
 
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rft_trainer.algorithms import AdaptiveKL, FixedKL, MismatchLimit, PolicyLoss
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import ConfigurationError
-from rft_trainer.session import credit_config, scores_with_actor, update_config
+from rft_trainer.session import _sampler, credit_config, scores_with_actor, update_config
+from rft_trainer.strategy import FSDPV2Strategy
 from rft_trainer.trainer.update import ImportanceConfig
 from rft_trainer.warm_start import warm_start_steps
 
@@ -27,7 +29,7 @@ TOGETHER = {
 }
 LENGTHS = ({"warm_start_epochs": 2}, {"warm_start_steps": 5}, {"warm_start_seconds": 9.0})
 TOGETHER |= {"warm_start_packing"}
-TOGETHER |= {"critic_learning_rate", "critic_warmup_steps"}
+TOGETHER |= {"critic_learning_rate", "critic_warmup_steps", "lora_sync"}
 
 # setting -> another value that an optimiser or the update is built from
 OPTIMIZER = {
@@ -143,9 +145,40 @@ def test_settings_that_act_together():
     assert [warm_start_steps(replace(BASE, **change), 130) for change in LENGTHS] == [6, 5, None]
 
 
+def test_what_a_lora_run_sends_is_chosen_by_engine():
+    def alone(**changes):
+        return replace(BASE, lora_rank=4, **changes).sends_adapter_only
+
+    assert [alone(engine_type=engine) for engine in ("hf", "vllm", "sglang")] == [False, True, False]
+    assert alone(lora_sync="adapter")
+    assert not alone(lora_sync="merged", engine_type="vllm")
+    # vLLM applies no adapter of a larger rank.
+    assert not replace(BASE, lora_rank=513, engine_type="vllm").sends_adapter_only
+    assert not BASE.sends_adapter_only
+
+
+def test_the_last_batch_of_an_epoch_is_kept_or_dropped_as_asked():
+    def steps(**changes):
+        strategy = FSDPV2Strategy(replace(BASE, rollout_batch_size=4, **changes))
+        strategy.data = SimpleNamespace(rank=0, size=2)
+        sampler = _sampler(strategy.config, strategy, range(10))
+        first, second = (list(sampler.epoch_batches()) for _ in range(2))
+        assert first != second
+        resumed = _sampler(strategy.config, strategy, range(10))
+        resumed.load_state_dict(sampler.state_dict())
+        assert resumed.next_batch() == sampler.next_batch()
+        return [len(batch) for batch in first]
+
+    # Two of ten prompts are left over after two batches of four, one for each of two ranks.
+    assert steps() == [2, 2, 1]
+    assert steps(drop_last=True) == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"lora_sync": "adapter"}, "lora_sync is adapter and lora_rank is 0"),
+        ({"drop_last": True, "blend": ("a.jsonl", "b.jsonl")}, "drop_last and blend"),
         ({"lowest_group_score": 0.1}, "lowest_group_score 0.1 and dynamic_sampling off"),
         (
             {"dynamic_sampling": True, "lowest_group_score": 0.8, "highest_group_score": 0.1},

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rft_engines.contract import KV_CACHE, WEIGHTS, Fate, SleepContract, SleepLevel
+from rft_engines.contract import CUDA_GRAPHS, KV_CACHE, WEIGHTS, Fate, SleepContract, SleepLevel
 from rft_engines.counts import is_count
 from rft_engines.errors import EngineStateError, UnsupportedCombinationError
 from rft_engines.generation import Generation, GenerationRequest, check_requests
@@ -108,6 +108,27 @@ class ManagedEngine(ABC):
     def _memory_in_use(self) -> Mapping[str, int]:
         """Bytes in use by owner, measured while asleep; empty where the engine cannot tell."""
         return {}
+
+    def _held(self) -> Mapping[str, int]:
+        """Device bytes by kind of memory while nothing sleeps; kinds that the engine cannot tell are left out."""
+        return {}
+
+    def memory(self) -> dict[str, int]:
+        """Device bytes by kind (weights, kv_cache, cuda_graphs) in the present state; unknown kinds are left out.
+
+        A cache that lives only inside `generate` counts with the most it reached since the last call of this. On a CPU
+        a kind that sleeps counts as gone, although nothing is freed there.
+        """
+        if self._closed:
+            return {}
+        held = dict(self._held())
+        if self._slept_at is None:
+            return held
+        effect = self.contract.effect(self._slept_at)
+        fates = {WEIGHTS: effect.weights, KV_CACHE: effect.kv_cache, CUDA_GRAPHS: effect.cuda_graphs}
+        # Graphs come back with the cache whose addresses they hold.
+        awake = self._awake | ({CUDA_GRAPHS} if KV_CACHE in self._awake else set())
+        return {kind: size if kind in awake or fates[kind] is Fate.KEPT else 0 for kind, size in held.items()}
 
     # States.
 

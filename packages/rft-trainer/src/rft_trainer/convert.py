@@ -30,6 +30,7 @@ from rft_trainer.standalone import (
     check_model_fits,
     checkpoint_of_model,
     checkpointed_actor,
+    initial_folder,
     one_process_without_torchrun,
 )
 from rft_trainer.strategy import get_strategy
@@ -69,7 +70,7 @@ def to_model(config: RFTConfig) -> str:
     check_resume(config)
     one_process_without_torchrun()
     quieten_transformers()
-    folder = checkpoint_folder(config.pretrain)
+    folder = initial_folder(config)
     tokenizer = load_tokenizer(folder)
     with get_strategy(config).setup_distributed() as strategy:
         actor, step = checkpointed_actor(config, strategy, folder)

@@ -26,11 +26,11 @@ from rft_trainer.config import RFTConfig
 from rft_trainer.data import DataSource, EncodedPrompt, PromptDataset, load_source, parse_sources
 from rft_trainer.errors import ConfigurationError, RFTrainerError
 from rft_trainer.evaluators import make_evaluator
-from rft_trainer.models import checkpoint_folder, load_tokenizer, quieten_transformers
+from rft_trainer.models import load_tokenizer, quieten_transformers
 from rft_trainer.preflight import check_resume
 from rft_trainer.report import Console
 from rft_trainer.session import Ingredients, experience_maker
-from rft_trainer.standalone import AppParts, checkpointed_actor, one_process_without_torchrun
+from rft_trainer.standalone import AppParts, checkpointed_actor, initial_folder, one_process_without_torchrun
 from rft_trainer.strategy import Strategy, get_strategy
 
 Sets = Mapping[str, Sequence[EncodedPrompt]]
@@ -42,7 +42,6 @@ def main(argv: Sequence[str] | None = None, app: AppParts | None = None) -> int:
     app = app or AppParts(held_out=evaluation_sets, rewards=flexible_rewards)
     try:
         config = parse_config(argv, app.recipes, description="Evaluation of a model folder or checkpoint")
-        config = replace(config, eval_extractors=True, output_dir=config.output_dir / "evaluate")
         if config.pretrain is None:
             raise ConfigurationError("pretrain is not set: give --pretrain, or --config with a run's config.json")
         check_resume(config)
@@ -50,7 +49,8 @@ def main(argv: Sequence[str] | None = None, app: AppParts | None = None) -> int:
         assert config.pretrain is not None
         one_process_without_torchrun()
         quieten_transformers()
-        folder = checkpoint_folder(config.pretrain)
+        folder = initial_folder(config)
+        config = replace(config, eval_extractors=True, output_dir=config.output_dir / "evaluate")
         tokenizer = load_tokenizer(folder)
         sets = app.held_out(config, tokenizer)
         if not sets:

@@ -22,7 +22,8 @@ from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
 from rft_trainer.experience.partial import PartialRollouts
 from rft_trainer.experience.rollouts import Rollouts
-from rft_trainer.memory.build import phase_memory
+from rft_trainer.memory.build import StagedMemory, phase_memory
+from rft_trainer.memory.forecast import AVERAGE, EXPERIENCES
 from rft_trainer.models import Actor
 from rft_trainer.report import Column, Console, LoggerGroup
 from rft_trainer.roles import scoring_options
@@ -134,16 +135,27 @@ def build_trainer(
         progress=progress,
         keep_rollouts=rollout_keeper(config, tokenizer=ingredients.tokenizer, rank=data.rank, world_size=data.size),
         guard=WallClockGuard(config.max_seconds, started=started),
-        memory=phase_memory(config, strategy, trained=ingredients.trained(), frozen=ingredients.frozen()),
+        memory=_memory(config, strategy, ingredients, maker, average),
     )
     if resumed is not None:
         trainer.resume(resumed)
     return trainer
 
 
+def _memory(
+    config: RFTConfig,
+    strategy: Strategy,
+    ingredients: Ingredients,
+    maker: FastExperienceMaker,
+    average: WeightAverage | None,
+) -> StagedMemory:
+    beside = {EXPERIENCES: maker.tensors} | ({} if average is None else {AVERAGE: average.tensors})
+    return phase_memory(config, strategy, trained=ingredients.trained(), frozen=ingredients.frozen(), beside=beside)
+
+
 def _sampler(config: RFTConfig, strategy: Strategy, prompts: Sequence[EncodedPrompt]) -> Sampler:
     if not isinstance(prompts, BlendedDataset):
-        return strategy.build_sampler(len(prompts), config.rollout_batch_size)
+        return strategy.build_sampler(len(prompts), config.rollout_batch_size, drop_last=config.drop_last)
     return BlendSampler(
         prompts.sizes,
         prompts.weights,

@@ -14,12 +14,13 @@ from rft_trainer.cli import Recipe
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import EncodedPrompt
 from rft_trainer.errors import ConfigurationError
-from rft_trainer.models import load_causal_model
+from rft_trainer.models import checkpoint_folder, load_causal_model
 from rft_trainer.optim import freeze_prefixes
 from rft_trainer.roles import build_policy, prepare_critic
 from rft_trainer.strategy import Strategy, TrainState
 from rft_trainer.trainer.averaging import WeightAverage
 from rft_trainer.trainer.ppo import CRITIC_FOLDER
+from rft_trainer.warm_start import warm_started_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,18 @@ def one_process_without_torchrun() -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+
+
+def initial_folder(config: RFTConfig) -> str:
+    """The local folder of the model that a checkpoint's run began with: its warm start, else `pretrain`.
+
+    A checkpoint holds what was trained; frozen weights and those under adapters are read from here.
+
+    Raises:
+        ConfigurationError: there is no model.
+    """
+    assert config.pretrain is not None
+    return warm_started_folder(config) or checkpoint_folder(config.pretrain)
 
 
 def checkpointed_actor(config: RFTConfig, strategy: Strategy, folder: str) -> tuple[TrainState, int]:

@@ -45,6 +45,25 @@ def is_warm_started(config: RFTConfig) -> bool:
     return config.warm_starts and not deleted and (config.output_dir / RECORD).is_file()
 
 
+def warm_started_folder(config: RFTConfig) -> str | None:
+    """The warm-started model that the run of the checkpoint `resume_from` began with; None where there was none.
+
+    Raises:
+        ConfigurationError: there was one, its folder is gone, and the checkpoint holds adapters on it alone.
+    """
+    if config.resume_from is None or not config.warm_starts:
+        return None
+    run = config.resume_from.resolve().parent.parent
+    if (run / RECORD).is_file():
+        return str(run / FOLDER)
+    if config.lora_rank > 0:
+        raise ConfigurationError(
+            f"{config.resume_from} holds adapters on the warm-started model {run / FOLDER}, which is not there: put it "
+            "and its record back beside the folder of checkpoints"
+        )
+    return None
+
+
 def warm_start_steps(config: RFTConfig, examples: int) -> int | None:
     """Supervised optimiser steps of the run with so many demonstrations; None: its budget of seconds decides.
 

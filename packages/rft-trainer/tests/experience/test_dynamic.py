@@ -63,6 +63,32 @@ def dynamic(wanted=2, rounds=8, batch=2, said=None, **bounds):
     return DynamicSampling(config, data=Alone(), draw=sampler(batch), say=said.append)
 
 
+def test_a_rank_whose_data_has_run_out_joins_every_round_and_stops_with_the_others():
+    size = 2
+    barrier, seen, results = threading.Barrier(size, timeout=60), [[] for _ in range(size)], [None] * size
+
+    def rank(number):
+        shares = [[[0], [1], [2], [3]], [[], [], [], []]][number]
+        config = GroupFilter(group_size=SIZE, wanted=2, rounds=4)
+        sampling = DynamicSampling(
+            config, data=Together(number, size, barrier, seen), draw=lambda: shares.pop(0), say=lambda text: None
+        )
+        rollout = lambda items, _: [e for item in items for e in group(item, MIXED if item in (1, 3) else RIGHT)]  # noqa: E731
+        experiences, metrics = sampling.collect(1, rollout)
+        results[number] = (
+            [e.group for e in experiences[::SIZE]],
+            metrics["rollout/sampling_rounds"].value,
+            len(shares),
+        )
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [([1, 3], 4.0, 0), ([], 4.0, 0)]
+
+
 MIXED, RIGHT, WRONG = [1.0, 1.0, 0.0, 0.0], [1.0] * 4, [0.0] * 4
 
 

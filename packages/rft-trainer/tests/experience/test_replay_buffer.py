@@ -55,6 +55,12 @@ def test_groups_of_different_sizes_fill_what_they_can():
     assert _indices(buffer.mini_batches(4)) == [[0, 1, 2, 3], [4, 5]]
 
 
+def test_a_prompt_that_was_drawn_twice_makes_two_groups():
+    buffer = ReplayBuffer(keep_groups=True, group_size=2, shuffle=False)
+    buffer.extend(Rollout(index, prompt) for index, prompt in enumerate((7, 7, 8, 8, 7, 7)))
+    assert sorted(_indices(buffer.mini_batches(2))) == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_group_larger_than_a_batch_raises_before_anything_is_drawn():
     with pytest.raises(ConfigurationError, match=r"a group of 3 .* mini-batches of 2"):
         _buffer(group_size=3, keep_groups=True).mini_batches(2)

@@ -1,5 +1,6 @@
 """The update's loop: what it leaves in the responses, and that no micro-batch makes the host wait for the device."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from rft_trainer.config import RFTConfig
 from rft_trainer.experience import Collator, Experience, MicroBatchPlanner
-from rft_trainer.models import Actor, load_causal_model
+from rft_trainer.models import Actor, load_causal_model, packed_layout
 from rft_trainer.session import update_config
 from rft_trainer.strategy.protocols import StepReport
 from rft_trainer.testing import tiny_model_folder
@@ -64,8 +65,13 @@ class Plain:
 
 
 @pytest.fixture(scope="module")
-def actor(tmp_path_factory):
-    return Actor(load_causal_model(str(tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny"))))
+def folder(tmp_path_factory):
+    return str(tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def actor(folder):
+    return Actor(load_causal_model(folder))
 
 
 def rows(count):
@@ -88,16 +94,15 @@ def rows(count):
 
 
 def one_update(actor, experiences, **changes):
-    config = RFTConfig(
-        rollout_batch_size=4,
-        n_samples_per_prompt=3,
-        generate_max_len=4,
-        micro_train_batch_size=2,
-        init_kl_coef=0.1,
-        entropy_coef=0.01,
-        high_entropy_ratio=0.5,
-        importance_sampling="truncate",
+    chosen = {
+        "init_kl_coef": 0.1,
+        "entropy_coef": 0.01,
+        "high_entropy_ratio": 0.5,
+        "importance_sampling": "truncate",
         **changes,
+    }
+    config = RFTConfig(
+        rollout_batch_size=4, n_samples_per_prompt=3, generate_max_len=4, micro_train_batch_size=2, **chosen
     )
     update = PolicyUpdate(
         update_config(config),
@@ -108,7 +113,8 @@ def one_update(actor, experiences, **changes):
         kl=config.kl_controller(),
         on_step=lambda: None,
     )
-    return update(SimpleNamespace(module=actor, network=actor), experiences)
+    state = actor if isinstance(actor, SimpleNamespace) else SimpleNamespace(module=actor, network=actor)
+    return update(state, experiences)
 
 
 def reads_of(actor, count, **changes):
@@ -146,3 +152,50 @@ def test_scores_of_the_last_epoch_are_left_in_the_responses(actor, on_device):
         assert torch.allclose(row.update_log_probs, expected, atol=1e-5)
         assert torch.allclose(row.update_entropies, -(log_p.exp() * log_p).sum(-1), atol=1e-5)
         assert row.update_log_probs.untyped_storage().nbytes() == 8 * len(row.response_ids)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.6, "top_p": 0.8, "top_k": 40}, {"temperature": 0.6, "first_token_temperature": 2.0}],
+)
+def test_the_ratio_is_one_until_the_weights_move(folder, sampling):
+    actor = Actor(load_causal_model(folder), **sampling)
+    experiences = rows(6)
+    actor.eval()
+    for row in experiences:
+        row.response_mask[0] = False
+        scores = actor(packed_layout([row.prompt_ids], [row.response_ids], 0)).log_probs
+        row.old_log_probs = row.engine_log_probs = scores[0].detach()
+    metrics = one_update(actor, experiences, padding_side="left")
+    assert metrics["train/ratio_max"].value == pytest.approx(1.0, abs=1e-5)
+    assert metrics["train/gap/gap_max"].value < 1e-5
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    assert one_update(actor, experiences)["train/ratio_max"].value > 1.01
+
+
+def test_no_graph_of_an_earlier_micro_batch_is_alive(actor):
+    alive, most = [], []
+
+    class Watched(torch.nn.Module):
+        def forward(self, layout, **options):
+            most.append(sum(ref() is not None for ref in alive))
+            scores = actor(layout, **options)
+            alive.append(weakref.ref(scores.log_probs))
+            return scores
+
+    watched = Watched()
+    one_update(SimpleNamespace(module=watched, network=actor), rows(12))
+    assert len(most) == 6
+    assert max(most) == 0
+
+
+def test_without_a_coefficient_no_reference_is_read(actor):
+    experiences = rows(4)
+    assert "train/kl" in one_update(actor, experiences)
+    for row in experiences:
+        row.ref_log_probs = None
+    metrics = one_update(actor, experiences, init_kl_coef=0.0)
+    assert "train/kl" not in metrics
+    assert metrics["train/kl_coef"].value == 0.0

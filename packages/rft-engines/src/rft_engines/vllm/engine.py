@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from rft_engines.memory import cuda_memory_in_use
 from rft_engines.sampling import SamplingParams
 from rft_engines.seeds import request_seed, sample_seed
 from rft_engines.vllm.arguments import engine_arguments, engine_environment
+from rft_engines.vllm.held import read_memory
 from rft_engines.vllm.shutdown import kept_process_group
 from rft_engines.vllm.stepping import CoreStepper, StepOutput, Stepper, TextStepper
 
@@ -216,6 +218,11 @@ class VLLMEngine(ManagedEngine):
         if self._sleep_mode:
             for tag in tags:
                 self._llm.wake_up(tags=[tag])
+
+    def _held(self) -> Mapping[str, int]:
+        found: dict[str, int] = {}
+        self._llm.collective_rpc(partial(read_memory, found))
+        return found
 
     def _memory_in_use(self) -> Mapping[str, int]:
         if not self._sleep_mode:

@@ -21,7 +21,7 @@ from rft_trainer.config.rollout import RolloutOptions
 from rft_trainer.config.run import RunOptions
 from rft_trainer.config.sampling import SamplingOptions
 from rft_trainer.config.warm_start import WarmStartOptions
-from rft_trainer.errors import ConfigurationError
+from rft_trainer.errors import InvalidSettings
 from rft_trainer.optim import AdamWConfig, ScheduleConfig
 
 
@@ -79,7 +79,7 @@ class RFTConfig(
             except ValueError as problem:
                 problems.append(str(problem))
         if problems:
-            raise ConfigurationError("\n".join(problems))
+            raise InvalidSettings("\n".join(problems), self)
 
     def _batch_problems(self) -> list[str]:
         samples = self.samples_per_step

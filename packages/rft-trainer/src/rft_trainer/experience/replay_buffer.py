@@ -28,12 +28,16 @@ class ReplayBuffer(Generic[Item]):
     Args:
         seed: of the shuffling. Ranks with the same seed, length and groups draw the same order.
         keep_groups: mini-batches hold whole groups.
+        group_size: responses of one group; a prompt that was drawn twice in a step makes two. None: all of a prompt's.
         shuffle: False keeps the order of insertion in every epoch.
     """
 
-    def __init__(self, *, seed: int = 0, keep_groups: bool = False, shuffle: bool = True) -> None:
+    def __init__(
+        self, *, seed: int = 0, keep_groups: bool = False, group_size: int | None = None, shuffle: bool = True
+    ) -> None:
         self._seed = seed
         self._keep_groups = keep_groups
+        self._group_size = group_size
         self._shuffle = shuffle
         self._items: list[Item] = []
         self._round = 0
@@ -52,6 +56,10 @@ class ReplayBuffer(Generic[Item]):
         """Drop all items; the next step shuffles differently."""
         self._items.clear()
         self._round += 1
+
+    def release(self) -> None:
+        """Let the items go; what the next step shuffles stays as it was."""
+        self._items.clear()
 
     def mini_batches(self, size: int, epochs: int = 1) -> Iterator[list[Item]]:
         """Mini-batches of at most `size` items, each item once per epoch, reshuffled every epoch.
@@ -101,4 +109,8 @@ class ReplayBuffer(Generic[Item]):
         groups: dict[int | str, list[Item]] = {}
         for item in self._items:
             groups.setdefault(item.group, []).append(item)
-        return list(groups.values())
+        return [
+            items[start : start + (self._group_size or len(items))]
+            for items in groups.values()
+            for start in range(0, len(items), self._group_size or len(items))
+        ]

@@ -98,7 +98,11 @@ class DeepspeedBackend:
     def prepare_frozen(self, model: nn.Module, *, role: str = "reference") -> nn.Module:
         """A model that is only scored: sharded at stage 3, whole on each rank below. Collective over the world."""
         model.requires_grad_(False).eval()
-        model.to(self._device, torch.bfloat16 if self._bf16 else None)
+        model.to(self._device)
+        if self._bf16:
+            # Not the buffers: rotary frequencies in bfloat16 turn a token at position 1000 by whole radians.
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
         wrapped: nn.Module = model
         if self._stage == 3:
             import deepspeed

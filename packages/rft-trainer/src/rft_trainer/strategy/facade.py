@@ -116,14 +116,17 @@ class Strategy:
 
     # -- training
 
-    def build_sampler(self, size: int, batch_size: int, *, shuffle: bool = True) -> DataSampler:
-        """Seeded sampler of this rank's share of each global batch."""
+    def build_sampler(
+        self, size: int, batch_size: int, *, shuffle: bool = True, drop_last: bool = False
+    ) -> DataSampler:
+        """Seeded sampler of this rank's share of each global batch, reshuffled by epoch; resumable."""
         return DataSampler(
             size,
             batch_size=batch_size,
             rank=self.data.rank,
             num_ranks=self.data.size,
             shuffle=shuffle,
+            drop_last=drop_last,
             seed=self.config.seed,
         )
 

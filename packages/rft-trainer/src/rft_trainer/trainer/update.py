@@ -113,7 +113,9 @@ class PolicyUpdate:
         self._data = data
         self._kl = kl
         self._on_step = on_step
-        self._buffer: ReplayBuffer[Experience] = ReplayBuffer(seed=config.seed, keep_groups=config.keep_groups)
+        self._buffer: ReplayBuffer[Experience] = ReplayBuffer(
+            seed=config.seed, keep_groups=config.keep_groups, group_size=config.group_size
+        )
         self._scores = KeptScores()
         step = partial(MiniBatchStep, backend=backend, data=data, planner=planner, collator=collator)
         self._actor_step = step(aggregation=config.aggregation, fixed_length=config.fixed_length)
@@ -134,6 +136,15 @@ class PolicyUpdate:
         for state in (actor, critic):
             if state is not None:
                 state.module.train()
+        try:
+            return self._steps(actor, experiences, critic, critic_only)
+        finally:
+            # Copies on the device would stay there while the engine generates.
+            self._buffer.release()
+
+    def _steps(
+        self, actor: TrainState, experiences: Sequence[Experience], critic: TrainState | None, critic_only: bool
+    ) -> dict[str, Metric]:
         policy, value = MetricCollector("train/"), MetricCollector("train/critic/")
         for mini_batch in self._mini_batches(experiences):
             if not critic_only:

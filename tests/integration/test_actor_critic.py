@@ -160,15 +160,29 @@ def test_the_result_is_that_of_one_process(folder, alone, tmp_path, world, chang
             assert {n: got[n] for n in numbers} == pytest.approx({n: expected[n] for n in numbers}, rel=2e-3, abs=2e-4)
 
 
-def test_resume_is_bit_equal_with_critic_and_coefficient(folder, tmp_path):
-    unbroken = run(2, config(folder, tmp_path / "a"))
-    run(2, config(folder, tmp_path / "b", save_steps=2))
-    saved = tmp_path / "b" / "checkpoints" / "step_000002"
-    resumed = run(2, config(folder, tmp_path / "b", resume_from=saved))
-    for got, expected in zip(resumed, unbroken, strict=True):
-        assert_same(got, expected, exact=True)
-        assert got[0][-1]["train/kl_coef"] == expected[0][-1]["train/kl_coef"]
-        assert got[0][-1]["rollout/reward"] == expected[0][-1]["rollout/reward"]
+def in_turn(rank, world, plans):
+    """Several runs by the same processes."""
+    return [train(rank, world, settings) for settings in plans]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [{"fsdp": True}, *(pytest.param({"fsdp": False, "zero_stage": s}, marks=pytest.mark.slow) for s in (2, 3))],
+    ids=lambda strategy: "fsdp2" if strategy["fsdp"] else f"zero{strategy['zero_stage']}",
+)
+def test_resume_is_bit_equal_with_critic_and_coefficient(folder, tmp_path, strategy):
+    """From a checkpoint of the warm-up too, when the actor's optimiser has not begun; saving itself changes nothing."""
+    saved = tmp_path / "b" / "checkpoints" / "step_000001"
+    plans = [
+        config(folder, tmp_path / "a", **strategy),
+        config(folder, tmp_path / "b", save_steps=1, **strategy),
+        config(folder, tmp_path / "c", resume_from=saved, **strategy),
+    ]
+    for unbroken, *others in run_ranks(in_turn, 2, plans, timeout_seconds=500):
+        for got in others:
+            assert_same(got, unbroken, exact=True)
+            assert got[0][-1]["train/kl_coef"] == unbroken[0][-1]["train/kl_coef"]
+            assert got[0][-1]["rollout/reward"] == unbroken[0][-1]["rollout/reward"]
 
 
 def test_a_nan_on_one_rank_skips_the_actors_step_on_all_and_the_critic_goes_on(folder, tmp_path):

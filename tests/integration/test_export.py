@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rft_dist.testing import run_ranks
-from rft_trainer import RFTConfig
-from rft_trainer.checkpoint import CheckpointStore, TrainerState
+from rft_trainer import RFTConfig, convert
+from rft_trainer.checkpoint import CheckpointStore, TrainerState, read_manifest
 from rft_trainer.errors import CheckpointError
 from rft_trainer.export import export_model
 from rft_trainer.models import Actor, load_causal_model, load_tokenizer, padded_layout
@@ -77,3 +78,24 @@ def test_an_exported_folder_is_the_trained_model(folder, tmp_path):
     assert done.returncode == 0, done.stderr
     converted = dict(load_causal_model(str(tmp_path / "model_step_000001")).named_parameters())
     assert all(torch.equal(converted[name], weights[name]) for name in weights)
+
+
+def there_and_back(rank, world, folder, output, *strategy):
+    """Exit codes of the command: a checkpoint of a folder, and a folder of that checkpoint."""
+    made = convert.main(["--device", "cpu", *strategy, "--from_model", folder, "--output_dir", output])
+    config = ["--config", f"{output}/config.json"]
+    return made, convert.main([*config, "--resume_from", f"{output}/checkpoints/step_000000"])
+
+
+@pytest.mark.parametrize("strategy", [("--fsdp",), pytest.param(("--zero_stage", "3"), marks=pytest.mark.slow)])
+def test_a_folder_that_becomes_a_checkpoint_and_a_folder_again_is_the_same(folder, tmp_path, strategy):
+    output = tmp_path / "run"
+    assert run_ranks(there_and_back, 2, folder, str(output), *strategy, timeout_seconds=500) == [(0, 0), (0, 0)]
+    assert (output / "checkpoints" / "latest").read_text() == "step_000000"
+    state = read_manifest(output / "checkpoints" / "step_000000")
+    assert (state.step, state.world_size, state.sampler, state.update) == (0, 2, {}, {})
+    before = load_file(f"{folder}/model.safetensors")
+    after = load_file(output / "model_step_000000" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}

@@ -36,7 +36,8 @@ def test_updates_reach_the_real_engine(kind, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     found = json.loads(output.read_text())
     assert found["start"] < 1e-4
-    assert found["updates"][0][4] > 0  # later samples may hold experts alone, which SGLang does not show
+    # SGLang 0.5.21 shows the weights of Llama's form, and none of its mixtures of experts.
+    assert [verified > 0 for *_, verified in found["updates"]] == [kind != "moe"] * 3
     for version, (stale, after, reported, loaded, _) in enumerate(found["updates"], start=1):
         assert stale > 1e-3
         assert after < 1e-4  # stacked experts sent under the library's live names would be dropped in silence

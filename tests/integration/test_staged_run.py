@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from integration.test_training_run import assert_same, config, train
+from integration.plain_training import config, train
+from integration.test_training_run import assert_same
 from rft_dist.testing import run_ranks
 from rft_engines import EngineConfig, EngineStateError
 from rft_rewards import RewardComputationEngine, RewardRecipe

@@ -3,29 +3,30 @@
 import json
 import os
 import signal
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
 from contracts.metrics_page import documented, undocumented
+from integration.plain_training import config, stop_at, train, train_in_turn
 from rft_dist.testing import run_ranks
-from rft_engines import EngineConfig
-from rft_rewards import RewardComputationEngine, RewardRecipe, RewardSample
-from rft_sync import source_for
-from rft_trainer.checkpoint import read_manifest, resolve_resume
-from rft_trainer.config import RFTConfig
-from rft_trainer.data import PromptDataset, RecordFields
+from rft_trainer import convert
+from rft_trainer.checkpoint import read_manifest
 from rft_trainer.errors import CheckpointError, RunInterrupted
-from rft_trainer.models import Actor, load_causal_model, load_tokenizer
-from rft_trainer.session import Ingredients, build_trainer
-from rft_trainer.strategy import get_strategy
+from rft_trainer.models import load_causal_model
 from rft_trainer.strategy.checkpoint_engine import ShardFiles
 from rft_trainer.testing import tiny_model_folder
 
-PROMPTS = 6
+SHAPE = {"max_steps": 4, "lr_scheduler": "linear", "init_kl_coef": 0.1, "max_epochs": 2, "save_steps": 2}
+ZERO2 = {"fsdp": False, "zero_stage": 2}
+SPREADS = {
+    "micro-batches": {"micro_train_batch_size": 3},
+    "shared prompts": {"micro_train_batch_size": 8, "share_prompts": True},
+    "token budget": {"max_tokens_per_micro_batch": 80},
+    "zero2": {**ZERO2, "micro_train_batch_size": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,80 +34,10 @@ def folder(tmp_path_factory):
     return str(tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny"))
 
 
-def low_bytes(samples: Sequence[RewardSample]) -> list[float]:
-    """A reward that a random byte model can move: the share of token ids below 128."""
-    return [sum(i < 128 for i in s.response_ids) / max(1, len(s.response_ids)) for s in samples]
-
-
-def config(folder, output, **changes):
-    base = RFTConfig(
-        pretrain=folder,
-        fsdp=True,
-        output_dir=Path(output),
-        rollout_batch_size=4,
-        n_samples_per_prompt=4,
-        generate_max_len=6,
-        actor_learning_rate=1e-2,
-        max_steps=3,
-        lr_warmup_steps=4,
-        tensorboard=False,
-        seed=5,
-    )
-    return replace(base, **changes)
-
-
-class StopError(Exception):
-    """Stands for whatever ends a run between two checkpoints."""
-
-
-def train(rank, world, settings, stop_at=None, interrupted=None):
-    """Run the trainer to its end; (weights version, full weights, texts of the last rollout)."""
-    tokenizer = load_tokenizer(settings.pretrain)
-    fields = RecordFields(reference_key=None)
-    records = [fields.record({"question": f"say {i}"}, f"made:{i}") for i in range(PROMPTS)]
-    prompts = PromptDataset(records, tokenizer, max_prompt_tokens=200)
-    with get_strategy(settings).setup_distributed() as strategy:
-        strategy.on_main(lambda: settings.output_dir.mkdir(parents=True, exist_ok=True))
-        actor = strategy.prepare(Actor(load_causal_model(settings.pretrain)))
-        initial = None
-        if settings.init_kl_coef > 0:
-            initial = strategy.prepare_frozen(Actor(load_causal_model(settings.pretrain)))
-        strategy.create_engine(EngineConfig(model_path=settings.pretrain))
-        rewards = RewardComputationEngine(RewardRecipe(functions=[low_bytes]))
-        ingredients = Ingredients(
-            actor=actor, initial_model=initial, tokenizer=tokenizer, prompts=prompts, held_out=(), rewards=rewards
-        )
-        trainer = build_trainer(resolve_resume(settings), strategy, ingredients)
-        texts = []
-        keep = trainer.keep_rollouts
-
-        def watch(step, experiences):
-            if step == stop_at:
-                raise StopError
-            if step == settings.max_steps - 1 and rank == interrupted:
-                os.kill(os.getpid(), signal.SIGINT)
-            keep(step, experiences)
-            texts.append([(e.group, e.response) for e in experiences])
-
-        trainer.keep_rollouts = watch
-        try:
-            trainer.fit()
-        except StopError:
-            return None
-        source = source_for(actor.checkpoint_module)
-        names = [meta.name for meta in source.metadata()]
-        with source.gather(names) as tensors:
-            weights = {name: tensors[name].detach().clone() for name in names}
-        return trainer.runtime.weights_version, weights, texts[-1]
-
-
-def train_in_turn(rank, world, plans):
-    """Several runs by the same processes, which is most of a run's price."""
-    return [train(rank, world, settings, stop_at) for settings, stop_at in plans]
-
-
-def run(world, settings):
-    return run_ranks(train, world, settings, timeout_seconds=500)
+def run_in_turn(world, plans):
+    """Results of each plan, by rank."""
+    results = run_ranks(train_in_turn, world, plans, timeout_seconds=500)
+    return [[of_rank[number] for of_rank in results] for number in range(len(plans))]
 
 
 def assert_same(results, reference, *, exact=False):
@@ -120,24 +51,49 @@ def assert_same(results, reference, *, exact=False):
     assert sorted(t for r in results for t in r[2]) == sorted(t for r in reference for t in r[2])
 
 
+def alone_and_converted(rank, world, settings, base):
+    """A run, and one that begins at a checkpoint of the same weights, whose `pretrain` has others."""
+    first = train(rank, world, settings)
+    flags = ["--fsdp", "--device", "cpu", "--pretrain", base, "--from_model", settings.pretrain]
+    flags += ["--seed", str(settings.seed), "--rollout_batch_size", "4", "--n_samples_per_prompt", "4"]
+    flags += ["--actor_learning_rate", "1e-2", "--lr_warmup_steps", "4"]
+    other = settings.output_dir.with_name("converted")
+    assert convert.main([*flags, "--output_dir", str(other)]) == 0
+    return first, train(rank, world, replace(settings, pretrain=base, output_dir=other, resume="auto"))
+
+
 @pytest.fixture(scope="module")
-def alone(folder, tmp_path_factory):
-    """One process, one micro-batch for everything; the third step has a smaller batch (6 prompts, 4 at a time)."""
-    return run(1, config(folder, tmp_path_factory.mktemp("alone"), micro_train_batch_size=64))
+def one_process(folder, tmp_path_factory):
+    """One micro-batch for everything; the third step has a smaller batch (6 prompts, 4 at a time)."""
+    place = tmp_path_factory.mktemp("one_process")
+    base = str(tiny_model_folder(place / "base", seed=1))
+    settings = config(folder, place / "run", micro_train_batch_size=64)
+    return run_ranks(alone_and_converted, 1, settings, base, timeout_seconds=500)[0]
 
 
-@pytest.mark.parametrize(
-    ("world", "changes"),
-    [
-        (2, {"micro_train_batch_size": 3}),
-        (2, {"micro_train_batch_size": 8, "share_prompts": True}),
-        (2, {"max_tokens_per_micro_batch": 80}),
-        (2, {"fsdp": False, "zero_stage": 2, "micro_train_batch_size": 2}),
-        (4, {"fsdp": False, "zero_stage": 3, "micro_train_batch_size": 4}),
-    ],
-)
-def test_the_result_is_that_of_one_process(folder, alone, tmp_path, world, changes):
-    assert_same(run(world, config(folder, tmp_path / "run", **changes)), alone)
+@pytest.fixture(scope="module")
+def alone(one_process):
+    return [one_process[0]]
+
+
+@pytest.fixture(scope="module")
+def two_processes(folder, tmp_path_factory):
+    """Runs of two processes by name: (output folder, results)."""
+    place = tmp_path_factory.mktemp("two_processes")
+    plans = {name: config(folder, place / name, **changes) for name, changes in SPREADS.items()}
+    plans["constant rate"] = config(folder, place / "constant rate", **{**SHAPE, "lr_scheduler": "constant"})
+    results = run_in_turn(2, [(settings,) for settings in plans.values()])
+    return {name: (place / name, result) for name, result in zip(plans, results, strict=True)}
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_the_result_is_that_of_one_process(alone, two_processes, spread):
+    assert_same(two_processes[spread][1], alone)
+
+
+def test_four_processes_under_zero_3_too(folder, alone, tmp_path):
+    settings = config(folder, tmp_path / "run", fsdp=False, zero_stage=3, micro_train_batch_size=4)
+    assert_same(run_ranks(train, 4, settings, timeout_seconds=500), alone)
 
 
 def test_the_run_did_move_the_weights_and_the_reference_stays(folder, alone):
@@ -145,6 +101,12 @@ def test_the_run_did_move_the_weights_and_the_reference_stays(folder, alone):
     name = "model.layers.0.mlp.up_proj.weight"
     assert (alone[0][1][name] - before[name]).abs().max() > 1e-3
     assert alone[0][0] == 4  # the first sync and one after each of three steps
+
+
+def test_a_converted_model_begins_as_the_model_itself(one_process):
+    """Bit by bit: weights, an optimiser that has not begun, the order of the data, sampled tokens and versions."""
+    first, converted = one_process
+    assert_same([converted], [first], exact=True)
 
 
 def metrics(run):
@@ -186,24 +148,30 @@ def shards(folder):
     return found
 
 
-SHAPE = {"max_steps": 4, "lr_scheduler": "linear", "init_kl_coef": 0.1, "max_epochs": 2, "save_steps": 2}
+@pytest.fixture(scope="module")
+def broken_and_whole(folder, tmp_path_factory):
+    """Four steps, against two steps, a third that no checkpoint holds, a stop, and a resume, by strategy."""
+    place, results = tmp_path_factory.mktemp("resumed"), {}
+    for name, strategy in (("fsdp2", {"fsdp": True}), ("zero2", ZERO2)):
+        whole, broken = (config(folder, place / name / kind, **SHAPE, **strategy) for kind in ("whole", "broken"))
+        broken = replace(broken, save_in_background=True)
+        results[name] = [(whole,), (broken, partial(stop_at, 4)), (replace(broken, resume="auto"),)]
+    runs = run_in_turn(2, [plan for plans in results.values() for plan in plans])
+    return {name: (place / name, runs[3 * i : 3 * i + 3]) for i, name in enumerate(results)}
 
 
-@pytest.mark.parametrize("strategy", [{"fsdp": True}, {"fsdp": False, "zero_stage": 2}], ids=["fsdp2", "zero2"])
-def test_resume_is_bit_equal(folder, tmp_path, strategy):
-    """Four steps, against two steps, a third that no checkpoint holds, a stop, and a resume: all is the same."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    background = {"save_in_background": True}
-    plans = [
-        (config(folder, whole, **SHAPE, **strategy), None),
-        (config(folder, broken, **SHAPE, **strategy, **background), 4),
-        (config(folder, broken, **SHAPE, **strategy, **background, resume="auto"), None),
-    ]
-    results = run_ranks(train_in_turn, 2, plans, timeout_seconds=500)
-    assert_same([r[2] for r in results], [r[0] for r in results], exact=True)
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
+def test_resume_is_bit_equal(broken_and_whole, strategy):
+    place, (unbroken, stopped, resumed) = broken_and_whole[strategy]
+    whole, broken = place / "whole", place / "broken"
+    assert stopped == [None, None]
+    assert_same(resumed, unbroken, exact=True)
     assert [row["step"] for row in rows(broken)] == [1, 2, 3, 4]
     assert rows(broken) == rows(whole)
     for row in metrics(whole):
+        phases = {n: v for n, v in row.items() if n.startswith("perf/seconds_") and n != "perf/seconds_step"}
+        assert sum(phases.values()) == pytest.approx(row["perf/seconds_step"], rel=1e-6)
+        assert min(phases.values()) >= 0
         assert undocumented(set(row) - {"step"}) == []
         assert [m.name for m in documented() if m.when == "always" and not any(map(m.matches, row))] == []
     assert rollouts(broken) == rollouts(whole)
@@ -216,23 +184,52 @@ def test_resume_is_bit_equal(folder, tmp_path, strategy):
     assert (states[0].weights_version, states[0].sampler["sampler"]["step_in_epoch"]) == (5, 0)
 
 
-def test_another_number_of_ranks_continues_the_same_course(folder, tmp_path):
-    whole, wide = tmp_path / "whole", tmp_path / "wide"
-    shape = {**SHAPE, "lr_scheduler": "constant"}
-    reference = run(2, config(folder, whole, **shape))
+def resumed_alone(rank, world, settings, refused):
+    """The result of a run, and why others do not begin."""
+    result, reasons = train(rank, world, settings), []
+    for other in refused:
+        with pytest.raises(CheckpointError) as error:
+            train(rank, world, other)
+        reasons.append(str(error.value))
+    return result, reasons
+
+
+def test_another_number_of_ranks_continues_the_same_course_or_is_refused(folder, two_processes, tmp_path):
+    whole, reference = two_processes["constant rate"]
     saved = whole / "checkpoints" / "step_000002"
-    assert_same(run(1, config(folder, wide, **shape, resume_from=saved)), reference)
-    assert [row["step"] for row in rows(wide)] == [3, 4]
-    for found, expected in zip(rows(wide), rows(whole)[2:], strict=True):
+    wide = config(folder, tmp_path / "wide", **{**SHAPE, "lr_scheduler": "constant"}, resume_from=saved)
+    zero = two_processes["zero2"][0] / "checkpoints" / "step_000003"
+    refused = [
+        replace(wide, output_dir=tmp_path / "other", **ZERO2),
+        config(folder, tmp_path / "one", **ZERO2, resume_from=zero),
+        replace(wide, output_dir=tmp_path / "groups", n_samples_per_prompt=2, adam_betas=(0.8, 0.9)),
+    ]
+    ((result, reasons),) = run_ranks(resumed_alone, 1, wide, refused, timeout_seconds=500)
+    assert_same([result], reference)
+    assert [row["step"] for row in rows(tmp_path / "wide")] == [3, 4]
+    for found, expected in zip(rows(tmp_path / "wide"), rows(whole)[2:], strict=True):
         assert found["rollout/reward"] == pytest.approx(expected["rollout/reward"])
-    with pytest.raises(CheckpointError, match=r"was written by fsdp2 and this run trains with deepspeed zero 2"):
-        run(1, config(folder, tmp_path / "other", **shape, fsdp=False, resume_from=saved))
+    for reason, words in zip(
+        reasons,
+        (
+            ("was written by fsdp2 and this run trains with deepspeed zero 2",),
+            ("written by 2 ranks and this run has 1",),
+            ("n_samples_per_prompt was 4 and is 2", "adam_betas was [0.9, 0.95] and is [0.8, 0.9]"),
+        ),
+        strict=True,
+    ):
+        assert all(word in reason for word in words), reason
+
+
+def signalled(trainer, rank, step):
+    if rank == 1 and step == 2:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def interrupted_then_resumed(rank, world, settings):
     usual = signal.getsignal(signal.SIGINT)
     with pytest.raises(RunInterrupted, match="after step 2"):
-        train(rank, world, settings, interrupted=1)
+        train(rank, world, settings, signalled)
     assert signal.getsignal(signal.SIGINT) is usual
     return train(rank, world, replace(settings, resume="auto"))
 
@@ -241,11 +238,3 @@ def test_a_signal_on_one_rank_ends_all_after_the_step_with_a_checkpoint(folder, 
     results = run_ranks(interrupted_then_resumed, 2, config(folder, tmp_path / "run"), timeout_seconds=500)
     assert_same(results, alone)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
-
-
-def test_deepspeed_names_the_numbers_of_ranks(folder, tmp_path):
-    shape = {"max_steps": 1, "fsdp": False}
-    run(2, config(folder, tmp_path / "two", **shape))
-    saved = tmp_path / "two" / "checkpoints" / "step_000001"
-    with pytest.raises(CheckpointError, match="written by 2 ranks and this run has 1"):
-        run(1, config(folder, tmp_path / "one", **shape, resume_from=saved))

@@ -1,13 +1,13 @@
 """Model, tokenizer and problems of a run, read and checked on every rank before any process talks to another."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gsm8k_app.model_cache import smollm2_folder
 from gsm8k_app.problems import SYSTEM_PROMPT, generate, worked_turns
 from gsm8k_app.recipes import GENERATED, SMOLLM2
-from gsm8k_app.rewards import LABEL
+from gsm8k_app.rewards import LABEL, LABELS
 from rft_engines import EngineConfig
 from rft_rewards import extract_gsm8k
 from rft_trainer.config import RFTConfig
@@ -52,27 +52,37 @@ def prepare_inputs(config: RFTConfig) -> Inputs:
     folder = checkpoint_folder(config.pretrain)
     tokenizer = load_tokenizer(folder)
 
-    def prompts(source: DataSource, split: Split) -> PromptDataset:
-        records = _records(config, source, split)
-        return PromptDataset(
-            records[: config.eval_limit] if split == "test" else records,
-            tokenizer,
-            max_prompt_tokens=config.prompt_max_len,
-        )
-
-    held_out: dict[str, Sequence[EncodedPrompt]] = {
-        source.title: prompts(source, "test") for source in parse_sources(config.eval_sets)
-    }
-    if config.eval_dataset is not None:
-        held_out[""] = prompts(DataSource(source=config.eval_dataset), "test")
     blend = parse_sources(config.blend) or [DataSource(source=str(config.dataset))]
-    sets = {source.title: prompts(source, "train") for source in blend}
+    sets = {source.title: _prompts(config, source, "train", tokenizer) for source in blend}
     return Inputs(
         model_folder=folder,
         tokenizer=tokenizer,
         train=BlendedDataset(sets, [source.weight for source in blend]) if config.blend else next(iter(sets.values())),
-        held_out=held_out,
+        held_out=held_out_sets(config, tokenizer),
         engine=engine_config(config, folder),
+    )
+
+
+def held_out_sets(config: RFTConfig, tokenizer: Any) -> dict[str, Sequence[EncodedPrompt]]:
+    """The sets that are evaluated, by name; that of `eval_dataset` has none.
+
+    Raises:
+        ConfigurationError: one cannot be read.
+    """
+    sets: dict[str, Sequence[EncodedPrompt]] = {
+        source.title: _prompts(config, source, "test", tokenizer) for source in parse_sources(config.eval_sets)
+    }
+    if config.eval_dataset is not None:
+        sets[""] = _prompts(config, DataSource(source=config.eval_dataset), "test", tokenizer)
+    return sets
+
+
+def _prompts(config: RFTConfig, source: DataSource, split: Split, tokenizer: Any) -> PromptDataset:
+    records = records_of(config, source, split, parse=gold_answer)
+    return PromptDataset(
+        records[: config.eval_limit] if split == "test" else records,
+        tokenizer,
+        max_prompt_tokens=config.prompt_max_len,
     )
 
 
@@ -87,18 +97,21 @@ def with_model_folder(config: RFTConfig) -> RFTConfig:
     return replace(config, pretrain=str(smollm2_folder(announce=print)))
 
 
-def _records(config: RFTConfig, source: DataSource, split: Split) -> list[PromptRecord]:
+def records_of(
+    config: RFTConfig, source: DataSource, split: Split, *, parse: Callable[[str], str | None]
+) -> list[PromptRecord]:
+    """The rows of a set, each with the reward recipe's label; `parse` makes the reference from the gold answer.
+
+    Raises:
+        ConfigurationError: a row is malformed, or has a label that this app does not know.
+    """
     options: dict[str, Any] = {
         "system_prompt": config.system_prompt,
         "input_template": config.input_template,
-        "parse_reference": gold_answer,
+        "parse_reference": parse,
     }
     if source.source == GENERATED:
-        if config.system_prompt is None:
-            options["system_prompt"] = SYSTEM_PROMPT
-        fields = RecordFields(**options, example_turns=tuple(worked_turns()))
-        rows = generate(split, COUNTS[split], GENERATOR_SEED)
-        records = [fields.record(row, f"generated {split}:{number}") for number, row in enumerate(rows, start=1)]
+        records = _generated(config, source, split, options)
     else:
         records = load_source(
             source,
@@ -108,17 +121,34 @@ def _records(config: RFTConfig, source: DataSource, split: Split) -> list[Prompt
             label_key=config.label_key,
             **options,
         )
-    if (config.label_key is None and source.label is None) or source.source == GENERATED:
-        records = [replace(record, label=LABEL) for record in records]
+        if config.label_key is None and source.label is None:
+            records = [replace(record, label=LABEL) for record in records]
     _check_labels(records)
     return records
 
 
+def _generated(config: RFTConfig, source: DataSource, split: Split, options: dict[str, Any]) -> list[PromptRecord]:
+    """Problems in GSM8K's own fields, whatever those of other sets are called."""
+    for name in ("split", "input_key", "reference_key"):
+        if getattr(source, name) is not None:
+            raise ConfigurationError(
+                f"data set {GENERATED!r}: {name}={getattr(source, name)} belongs to files and hub data; leave it out"
+            )
+    if config.system_prompt is None:
+        options = {**options, "system_prompt": SYSTEM_PROMPT}
+    fields = RecordFields(**options, example_turns=tuple(worked_turns()))
+    rows = generate(split, min(COUNTS[split], source.limit or COUNTS[split]), GENERATOR_SEED)
+    records = [fields.record(row, f"generated {split}:{number}") for number, row in enumerate(rows, start=1)]
+    return [replace(record, label=source.label or LABEL) for record in records]
+
+
 def _check_labels(records: Sequence[PromptRecord]) -> None:
     for record in records:
-        if record.label != LABEL:
+        if record.label not in LABELS:
+            known = ", ".join(map(repr, LABELS))
             raise ConfigurationError(
-                f"{record.origin}: label {record.label!r} (label_key) has no reward recipe; known: {LABEL!r}"
+                f"{record.origin}: label {record.label!r} (label_key, or label= of its data set) has no reward recipe; "
+                f"known: {known}"
             )
 
 
@@ -133,9 +163,10 @@ def engine_config(config: RFTConfig, model_folder: str) -> EngineConfig:
         kind=config.engine_type,
         model_path=model_folder,
         tp_size=config.engine_tp_size,
-        max_model_len=config.prompt_max_len + config.generate_max_len,
+        max_model_len=config.prompt_max_len + max(config.generate_max_len, config.eval_max_len or 0),
         memory_utilization=config.engine_mem_util,
         enable_sleep=config.enable_engine_sleep,
+        lora_rank=config.lora_rank if config.sends_adapter_only else 0,
         # The first weight sync fills the engine before the first generation.
         load_weights=config.engine_type == "hf",
     )

@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+import torch
 
 from rft_engines import (
     EngineConfig,
@@ -29,7 +30,9 @@ from rft_engines.contract import SLEEP_CONTRACTS
     [
         ("n", 0), ("n", True), ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")),
         ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("max_new_tokens", 0), ("stop", "word"), ("stop", ("",)),
-        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", (-1,)), ("stop_token_ids", (2.7,)), ("stop_token_ids", ("2",)), ("stop_token_ids", 2),
+        ("stop", (13,)), ("temperature", "0.7"), ("temperature", None), ("temperature", True), ("top_p", "1"),
+        ("first_token_temperature", "hot"), ("n", 2.0), ("max_new_tokens", "8"),
     ],
 )  # fmt: skip
 def test_wrong_sampling_names_field_and_value(field, value):
@@ -50,6 +53,19 @@ def test_requests_are_checked_when_made():
     with pytest.raises(InvalidRequestError, match="max_new_tokens=0"):
         GenerationRequest((1,), max_new_tokens=0)
     assert GenerationRequest([1, 2]).prompt_token_ids == (1, 2)
+    (first, second) = GenerationRequest(torch.tensor([1, 2])).prompt_token_ids
+    assert (type(first), type(second)) == (int, int)
+    for prompt in ("words", (1, 2.5), (1, None), None, 7):
+        with pytest.raises(InvalidRequestError, match="tokenise it first"):
+            GenerationRequest(prompt)
+    # vLLM takes -1 for "no seed", and above 2**63 it fails inside the call.
+    for seed in (-1, 1 << 63, 0.5, True):
+        with pytest.raises(InvalidRequestError, match=f"seed={seed!r}"):
+            GenerationRequest((1,), seed=seed)
+    assert GenerationRequest((1,), seed=(1 << 63) - 1).seed == (1 << 63) - 1
+    for budget in (1.5, "3", True):
+        with pytest.raises(InvalidRequestError, match=f"max_new_tokens={budget!r}"):
+            GenerationRequest((1,), max_new_tokens=budget)
 
 
 def test_a_sample_has_one_log_prob_per_token():
@@ -131,7 +147,8 @@ def test_sleep_table_states_what_each_level_does():
     ("field", "value"),
     [
         ("kind", "tgi"), ("dtype", "int8"), ("memory_utilization", 0), ("memory_utilization", 1.5), ("tp_size", 0),
-        ("max_model_len", 0), ("kv_cache_bytes", 0), ("max_rows", 0), ("seed", -1),
+        ("max_model_len", 0), ("kv_cache_bytes", 0), ("max_rows", 0), ("seed", -1), ("seed", 1.5), ("tp_size", None),
+        ("tp_size", True), ("tp_size", 2.0), ("max_rows", "64"),
     ],
 )  # fmt: skip
 def test_wrong_configuration_names_field_and_value(field, value):

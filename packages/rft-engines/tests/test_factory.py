@@ -37,11 +37,15 @@ def test_a_module_or_a_folder_becomes_an_engine(model, tmp_path, prompts):
 def test_an_engine_without_weights_waits_for_an_update(model):
     engine = create_engine("hf", model=model, load_weights=False)
     assert engine.state is EngineState.WEIGHTS_UNDEFINED
+    assert not engine.weights_defined
     with pytest.raises(EngineStateError, match="without loading"):
         engine.generate([GenerationRequest((5,))], SamplingParams())
     engine.begin_weight_update()
     engine.finish_weight_update(1)
     assert engine.state is EngineState.READY
+    assert engine.weights_defined
+    engine.sleep(2)
+    assert not engine.weights_defined
 
 
 def test_wrong_arguments_are_named(model, tmp_path):
@@ -59,6 +63,10 @@ def test_wrong_arguments_are_named(model, tmp_path):
         create_engine("hf", model_path=str(tmp_path))
     with pytest.raises(ValueError, match="512 positions"):
         create_engine("hf", model=model, max_model_len=513)
+    with pytest.raises(ValueError, match="lora_rank=-1"):
+        create_engine("hf", model=model, lora_rank=-1)
+    with pytest.raises(UnsupportedCombinationError, match="'sglang' and lora_rank=4"):
+        create_engine("sglang", model_path="m", lora_rank=4)
     with pytest.raises(UnsupportedCombinationError, match="'vllm' and a module"):
         create_engine("vllm", model_path="m", model=model)
 

@@ -12,6 +12,7 @@ from rft_engines import (
     FinishReason,
     GenerationRequest,
     HFEngine,
+    InvalidRequestError,
     MissingLogProbError,
     PromptTooLongError,
     SamplingParams,
@@ -21,7 +22,7 @@ from rft_engines import (
     split_by_length,
 )
 from rft_engines.answers import sampled_log_prob
-from rft_engines.combinations import COMBINATIONS, check_combination, combinations_table
+from rft_engines.combinations import COMBINATIONS, Evidence, check_combination, combinations_table
 from rft_engines.drift import log_prob_gap, padded_log_probs
 from rft_engines.memory import SleepMemory
 from rft_engines.testing import ScriptedEngine
@@ -259,6 +260,35 @@ def test_a_failed_generate_leaves_a_known_state(prompts):
     assert sample.finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("undefined", [False, True])
+def test_a_cancelled_update_leaves_the_weights_as_they_were(undefined):
+    engine = ScriptedEngine(lambda request, index, tokens: [0.0] * 10, vocab_size=10)
+    with pytest.raises(EngineStateError, match="no update is open"):
+        engine.cancel_weight_update()
+    if undefined:
+        engine.sleep(2)
+    engine.begin_weight_update()
+    with pytest.raises(EngineStateError, match="update is open"):
+        engine.generate([GenerationRequest((1,))], GREEDY)
+    engine.cancel_weight_update()
+    engine.wake_up()
+    assert engine.state is (EngineState.WEIGHTS_UNDEFINED if undefined else EngineState.READY)
+    assert engine.weights_version == 0
+
+
+def test_ids_in_place_of_a_request_are_refused():
+    engine = ScriptedEngine(lambda request, index, tokens: [0.0] * 10, vocab_size=10)
+    with pytest.raises(InvalidRequestError, match="request 1 is a list: give a GenerationRequest"):
+        engine.generate([GenerationRequest((1,)), [1, 2]], GREEDY)
+
+
+@pytest.mark.parametrize("budget", [0, 1.5, True, "3"])
+def test_a_step_budget_is_a_whole_number(budget):
+    engine = ScriptedEngine(lambda request, index, tokens: [0.0] * 10, vocab_size=10)
+    with pytest.raises(ValueError, match="max_steps="):
+        engine.generate([GenerationRequest((1,))], GREEDY, max_steps=budget)
+
+
 def test_the_table_of_combinations_is_what_the_start_up_check_reads():
     for row in COMBINATIONS:
         given = {"backend": row.backend, "weights": row.weights, "engine": row.engine, "modality": row.modality}
@@ -268,8 +298,16 @@ def test_the_table_of_combinations_is_what_the_start_up_check_reads():
             with pytest.raises(UnsupportedCombinationError, match=row.engine):
                 check_combination(**given)
     assert any(not row.supported for row in COMBINATIONS)
+    assert {row.tested for row in COMBINATIONS if not row.supported} == {Evidence.NOTHING}
     with pytest.raises(ValueError, match="backend='ddp'"):
         check_combination(backend="ddp", weights="full", engine="hf", modality="text")
+
+
+def test_the_start_up_check_warns_of_what_was_not_run_with_the_engine_itself(caplog):
+    check_combination(backend="fsdp", weights="full", engine="sglang", modality="text")
+    assert caplog.text == ""
+    check_combination(backend="fsdp", weights="full", engine="sglang", modality="vision")
+    assert "'sglang' with weights 'full' (fsdp, vision) was tested with a stand-in" in caplog.text
 
 
 def test_the_page_of_combinations_is_the_table():

@@ -1,6 +1,8 @@
 """What vLLM is built with, without vLLM."""
 
-from rft_engines import EngineConfig
+import pytest
+
+from rft_engines import EngineConfig, UnsupportedCombinationError
 from rft_engines.vllm.arguments import engine_arguments, engine_environment
 
 
@@ -42,3 +44,13 @@ def test_limits_and_options_reach_the_engine_and_options_win():
     given = arguments(max_model_len=64, max_rows=8, load_weights=False, options={"max_num_seqs": 4, "block_size": 32})
     assert (given["max_model_len"], given["load_format"]) == (64, "dummy")
     assert (given["max_num_seqs"], given["block_size"]) == (4, 32)
+
+
+def test_adapters_are_built_for_when_a_rank_is_given():
+    assert "enable_lora" not in arguments()
+    given = arguments(lora_rank=9)
+    # The smallest rank that vLLM knows and that holds 9.
+    assert (given["enable_lora"], given["max_lora_rank"], given["max_loras"]) == (True, 16, 1)
+    assert arguments(lora_rank=512)["max_lora_rank"] == 512
+    with pytest.raises(UnsupportedCombinationError, match="lora_rank=513"):
+        arguments(lora_rank=513)

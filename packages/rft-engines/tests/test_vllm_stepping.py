@@ -16,8 +16,10 @@ class Engine:
         self.outputs = outputs
         self.engine_core = SimpleNamespace(get_output=lambda: SimpleNamespace(outputs=self.outputs))
         self.dropped = []
+        self.adapters = []
 
-    def add_request(self, name, prompt, sampling):
+    def add_request(self, name, prompt, sampling, lora_request=None):
+        self.adapters.append(lora_request)
         return f"{name}-inside"
 
     def step(self):
@@ -67,3 +69,11 @@ def test_text_steps_take_the_sampled_token_out_of_the_candidates():
     output = SimpleNamespace(request_id="a", outputs=[completion], finished=True, prompt_token_ids=[1, 1])
     ((key, tokens, values, reason, stop, prompt),) = TextStepper(Engine([output])).step()
     assert (key, tokens, values, reason, stop, prompt) == ("a", [42], [-3.2], "stop", "x", [1, 1])
+
+
+@pytest.mark.parametrize("kind", [CoreStepper, TextStepper])
+def test_the_adapter_of_the_last_update_goes_with_every_sample(kind):
+    engine = Engine([])
+    kind(engine).submit("a", {}, None)
+    kind(engine).submit("b", {}, None, "policy")
+    assert engine.adapters == [None, "policy"]

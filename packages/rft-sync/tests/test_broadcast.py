@@ -85,6 +85,9 @@ def test_versions_count_finished_updates_and_sleep_options_do_not_matter():
     assert manager.broadcast_to_engine(version=2).version == 2  # a re-send
     with pytest.raises(ManifestMismatch, match="version 1 is older"):
         manager.broadcast_to_engine(version=1)
+    for wrong in (3.0, "3", True):
+        with pytest.raises(ManifestMismatch, match=f"version {wrong!r} is no count"):
+            manager.broadcast_to_engine(version=wrong)
     assert manager.version == 2
 
 
@@ -189,6 +192,9 @@ def test_the_rotating_sample_finds_a_fault_within_one_round():
             found += 1
             break
     assert found == 1
+    receiver.drop = None
+    assert manager.broadcast_to_engine().tensors_verified == 13  # whatever the failed update left is looked at
+    assert manager.broadcast_to_engine().tensors_verified == 4
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -12,11 +12,13 @@ from rft_sync import (
     ModuleSource,
     NonFiniteWeight,
     RecordingReceiver,
+    UnknownTensor,
     UnsupportedCombination,
     WeightSyncError,
     build_manifest,
     receiver_for,
     source_for,
+    verify,
 )
 from rft_sync.testing import check_receiver, check_source
 
@@ -104,6 +106,70 @@ def test_sleeping_and_closed_engines():
     assert len(engine.calls) == calls
 
 
+class Cancels(Engine):
+    """As rft-engines' engines: a refused update may be taken back."""
+
+    def cancel_weight_update(self):
+        self.calls.append(("cancel",))
+
+
+def test_a_refusal_before_anything_is_written_leaves_the_engine_object_as_it_was():
+    engine, model = Cancels(Net(2)), Net(1)
+    manager = BroadcastManager.connect(model, engine)
+    model.extra = nn.Linear(1, 1)
+    with pytest.raises(UnknownTensor, match=r"extra\.weight"):
+        manager.broadcast_to_engine()
+    assert engine.calls == [("begin",), ("cancel",)]
+    del model.extra
+    with torch.no_grad():
+        model.q_proj.bias[0] = float("nan")  # found before the first copy from live tensors
+    with pytest.raises(NonFiniteWeight):
+        manager.broadcast_to_engine()
+    assert engine.calls[2:] == [("begin",), ("cancel",)]
+    assert manager.receiver.session.usable
+    manager.receiver.load_live = lambda tensors: 1 / 0
+    with torch.no_grad():
+        model.q_proj.bias[0] = 0.0
+    with pytest.raises(WeightSyncError, match="ZeroDivisionError"):
+        manager.broadcast_to_engine()
+    assert engine.calls[4:] == [("begin",), ("abort", "WeightSyncError: ZeroDivisionError: division by zero")]
+    assert not manager.receiver.session.usable
+
+
+class Silent:
+    """A receiver that cannot be read back."""
+
+    def start(self, manifest):
+        pass
+
+    def load(self, bucket):
+        pass
+
+    def finish(self, version):
+        pass
+
+    def abort(self, reason):
+        pass
+
+
+def test_an_engine_that_cannot_be_read_back_is_said_once(caplog):
+    manager = BroadcastManager(source_for(Net(1)), Silent())
+    assert manager.broadcast_to_engine().tensors_verified == 0
+    assert "none of the 13 tensors could be read back through Silent" in caplog.text
+    caplog.clear()
+    manager.broadcast_to_engine()
+    BroadcastManager(source_for(Net(1)), Silent(), BroadcastConfig(verify="off")).broadcast_to_engine()
+    _connect()[0].broadcast_to_engine()
+    assert caplog.text == ""
+
+
+def test_verify_refuses_names_that_nobody_sends():
+    manager, *_ = _connect()
+    manager.broadcast_to_engine()
+    with pytest.raises(UnknownTensor, match=r"\['no\.such'\]"):
+        verify(manager.source, manager.receiver, ["q_proj.weight", "no.such"])
+
+
 def test_unreadable_parameters_are_refused_by_name():
     with pytest.raises(UnsupportedCombination, match="meta parameter weight"):
         ModuleSource(nn.Linear(2, 2, device="meta")).metadata()
@@ -148,7 +214,13 @@ def test_random_state_of_the_trainer_is_untouched():
 
 
 def test_configuration_mistakes_name_field_value_and_remedy():
-    for field, value in [("bucket_bytes", 0), ("verify", "some"), ("verify_sample", 0), ("on_asleep", "maybe")]:
+    for field, value in [
+        ("bucket_bytes", 0),
+        ("verify", "some"),
+        ("verify_sample", 0),
+        ("on_asleep", "maybe"),
+        ("attendance_seconds", 0),
+    ]:
         with pytest.raises(ValueError, match=f"BroadcastConfig.{field} is {value!r}"):
             BroadcastConfig(**{field: value})
 

@@ -23,12 +23,14 @@ from rft_sync import (
     ModuleSource,
     NonFiniteWeight,
     RecordingReceiver,
+    UnknownTensor,
     UnsupportedCombination,
     VerificationFailed,
     WeightSyncError,
     receive_weights,
     send_weights,
     source_for,
+    verify,
 )
 from rft_sync.testing import RankError, check_source, spawn_ranks
 
@@ -142,6 +144,53 @@ def test_ranks_agree_before_the_first_byte():
     assert first == second
     assert first[3].startswith("rank 0: meta parameter q_proj.weight")
     assert "embed.weight" in first[4]
+
+
+def _absent_ranks(rank):
+    source, receiver, engine = ModuleSource(Net()), RecordingReceiver(), ModuleReceiver(Net(3))
+    manager = BroadcastManager(source, receiver)
+    impatient = BroadcastManager(source, receiver, BroadcastConfig(attendance_seconds=0.5))
+    manager.broadcast_to_engine()
+    BroadcastManager(source, engine).broadcast_to_engine()
+    found = []
+    if rank == 0:
+        found = [_raises(ManifestMismatch, impatient.broadcast_to_engine) for _ in range(2)]
+        found.append(_raises(ManifestMismatch, lambda: verify(source, engine, attendance_seconds=0.5)))
+        assert receiver.session.usable
+    dist.barrier()
+    assert manager.broadcast_to_engine().version == 2
+    assert len(verify(source, engine).names) == 6
+    return found
+
+
+def test_a_call_on_one_rank_alone_names_the_ranks_that_stayed_away():
+    found, _ = spawn_ranks(_absent_ranks, 2)
+    assert [message.split(" within")[0] for message in found] == [
+        "ranks [1] of 2 did not call broadcast_to_engine",
+        "ranks [1] of 2 did not call broadcast_to_engine",
+        "ranks [1] of 2 did not call verify",
+    ]
+
+
+def _other_names(rank):
+    model = Net()
+    source, engine = ModuleSource(model), ModuleReceiver(Net(3))
+    BroadcastManager(source, engine).broadcast_to_engine()
+    wrong = ["no.such"] if rank == 1 else ["embed.weight"]
+    found = [_raises(UnknownTensor, lambda: verify(source, engine, wrong))]
+    wrong = ["lm_head.weight"] if rank == 1 else ["embed.weight"]
+    found.append(_raises(ManifestMismatch, lambda: verify(source, engine, wrong)))
+    if rank == 1:
+        with torch.no_grad():
+            model.k_proj.bias[0] = float("nan")
+    found.append(_raises(NonFiniteWeight, BroadcastManager(source, engine).broadcast_to_engine))
+    assert engine.session.usable  # on the other rank nothing had been copied either
+    return found
+
+
+def test_ranks_agree_on_what_they_verify_and_on_nan_before_any_of_them_copies():
+    first, second = spawn_ranks(_other_names, 2)
+    assert first == second
 
 
 def _kinds_of_models(rank):
@@ -274,6 +323,40 @@ def _separate_failures(rank):
         assert not receiver.session.usable
         assert all(torch.equal(a, b) for a, b in zip(engine._module.parameters(), model.parameters(), strict=True))
     return results
+
+
+class OtherRelease(ModuleReceiver):
+    """On a side that reads the announcement differently."""
+
+    def start(self, manifest):
+        raise ManifestMismatch("the received manifest has another digest")
+
+
+def _refused_plans(rank):
+    """Two trainers, two engines, of which the second refuses."""
+    group, trainers = dist.new_group([0, 2, 3]), dist.new_group([0, 1])
+    engine = ModuleReceiver(Net(2))
+    before = copy.deepcopy(engine._module.state_dict())
+    results = []
+    for case in ("refused", "good"):
+        receiver = OtherRelease(Net(2)) if rank == 3 and case == "refused" else engine
+        try:
+            if rank < 2:
+                source = source_for(Net(1))
+                send_weights(source, version=1, group=group, trainer_group=trainers, bucket_bytes=64)
+            else:
+                receive_weights(receiver, group=group)
+            results.append("ok")
+        except WeightSyncError as error:
+            results.append(type(error).__name__)
+            if rank == 2:
+                assert engine.session.usable
+                assert all(torch.equal(before[name], value) for name, value in engine._module.state_dict().items())
+    return results
+
+
+def test_a_receiver_that_refuses_the_plan_is_heard_before_the_first_byte():
+    assert spawn_ranks(_refused_plans, 4) == [["ManifestMismatch", "ok"]] * 4
 
 
 def test_failures_on_either_side_reach_both_and_the_next_update_works():

@@ -8,23 +8,47 @@ import pytest
 
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
+from rft_trainer.config.help import EVERYDAY, field_texts
+from rft_trainer.config.lora import LoRAOptions
 from rft_trainer.config.reading import load_config, setting_groups
 from rft_trainer.errors import ConfigurationError
 
 
 def test_all_problems_come_at_once_with_value_and_remedy():
     with pytest.raises(ConfigurationError) as caught:
-        RFTConfig(max_steps=0, top_p=1.5, n_samples_per_prompt=0, input_template="no place", lr_scheduler="steps")
+        RFTConfig(max_steps=-1, top_p=1.5, n_samples_per_prompt=0, input_template="no place", lr_scheduler="steps")
     lines = str(caught.value).splitlines()
     assert len(lines) == 5
     for words in (
-        ("max_steps", "0"),
+        ("max_steps", "-1"),
         ("top_p", "1.5"),
         ("n_samples_per_prompt", "0"),
         ("input_template", "{}"),
         ("steps",),
     ):
         assert any(all(word in line for word in words) for line in lines), words
+
+
+def test_a_run_without_a_round_keeps_its_schedule_unused():
+    config = RFTConfig(max_steps=0, lr_scheduler="cosine", lr_warmup_steps=5)
+    assert config.actor_optimizer().schedule.total_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"warm_start_epochs": 2, "warm_start_steps": 5}, "warm_start_epochs 2 and warm_start_steps 5"),
+        ({"warm_start_seconds": 0.0}, "warm_start_seconds is 0"),
+        ({"warm_start_lr_min_ratio": 2.0}, "warm_start_lr_min_ratio"),
+        ({"warm_start_lr_scheduler": "steps"}, "warm_start_lr_scheduler"),
+        ({"warm_start_batch_size": 0}, "warm_start_batch_size is 0"),
+        ({"max_seconds": 0.0}, "max_seconds is 0"),
+        ({"eval_greedy": True}, "eval_greedy and eval_temperature 0"),
+    ],
+)
+def test_settings_of_warm_start_and_evaluation_that_cannot_work(settings, words):
+    with pytest.raises(ConfigurationError, match=words):
+        RFTConfig(**settings)
 
 
 def test_a_batch_that_the_rollout_does_not_fill_is_refused():
@@ -40,7 +64,7 @@ def test_flags_override_a_recipe_and_every_field_is_a_flag(capsys):
     assert (config.max_steps, config.seed, config.fsdp, config.freeze) == (3, 7, True, ("a", "b"))
     assert parse_config(["--recipe=small"], recipes).seed == 5
     with pytest.raises(SystemExit) as done:
-        parse_config(["--help"], recipes)
+        parse_config(["--help_all"], recipes)
     assert done.value.code == 0
     shown = capsys.readouterr().out
     for item in fields(RFTConfig):
@@ -92,7 +116,7 @@ def test_the_configuration_that_a_run_saved_is_read_again(tmp_path):
         ("freeze = 'a'", "freeze is 'a': expected a list of text"),
         ("adam_betas = [1.0]", r"adam_betas is \[1.0\]: expected a list of a number"),
         ("eval_limit = 'x'", "eval_limit is 'x': expected a whole number or nothing"),
-        ("max_steps = 0", "max_steps is 0"),
+        ("max_steps = -1", "max_steps is -1"),
         ("max_steps 3", "cannot be read"),
     ],
 )
@@ -110,12 +134,47 @@ def test_a_file_that_is_missing_or_holds_a_list(tmp_path):
         load_config(tmp_path / "run.json")
 
 
-def test_help_is_grouped(capsys):
-    with pytest.raises(SystemExit):
-        parse_config(["--help"], {})
-    shown = capsys.readouterr().out
+def shown_help(capsys, *flags, recipes=None):
+    with pytest.raises(SystemExit) as done:
+        parse_config(list(flags), recipes or {})
+    assert done.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_is_grouped_and_short(capsys):
+    shown = shown_help(capsys, "--help", "--recipe", "small", recipes={"small": lambda: RFTConfig(max_steps=33)})
+    lines = shown.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
+    headings = [line.partition(":")[0] for line in lines if line and not line.startswith((" ", "-", "usage"))]
+    assert headings == list(setting_groups())
+    flags = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert sorted(flags) == sorted(f"--{name}" for name in EVERYDAY)
+    assert "Rollout and update rounds [33]" in shown  # the recipe's value
+    assert "--help GROUP" in lines[-1]
+    assert "--help_all" in lines[-1]
+    assert shown_help(capsys, "-h", recipes={}).count("\n") <= 60
+
+
+@pytest.mark.parametrize("flags", [("--help", "lora"), ("--help=lora",)])
+def test_help_of_a_group_has_its_flags_and_no_others(capsys, flags):
+    shown = shown_help(capsys, *flags)
+    assert all(f"--{item.name}" in shown for item in fields(LoRAOptions))
+    others = {item.name for item in fields(RFTConfig)} - {item.name for item in fields(LoRAOptions)}
+    assert not [name for name in others if f"--{name} " in shown]
+    with pytest.raises(ConfigurationError, match=r"--help optimiser: no group.*did you mean optimizer\?"):
+        parse_config(["--help", "optimiser"], {})
+
+
+def test_all_help_is_grouped(capsys):
+    shown = shown_help(capsys, "--help_all")
     assert all(f"{name} options" in shown for name in setting_groups())
     assert {"run", "optimizer", "algorithm", "rollout", "distribution", "evaluation", "data"} <= set(setting_groups())
+
+
+def test_every_setting_says_what_it_is():
+    for group in setting_groups().values():
+        assert set(field_texts(group)) == {item.name for item in fields(group)}
 
 
 @pytest.mark.parametrize(

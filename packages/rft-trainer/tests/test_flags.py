@@ -2,14 +2,17 @@
 
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rft_trainer.algorithms import AdaptiveKL, FixedKL, MismatchLimit, PolicyLoss
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import ConfigurationError
-from rft_trainer.session import credit_config, scores_with_actor, update_config
+from rft_trainer.session import _sampler, credit_config, scores_with_actor, update_config
+from rft_trainer.strategy import FSDPV2Strategy
 from rft_trainer.trainer.update import ImportanceConfig
+from rft_trainer.warm_start import warm_start_steps
 
 BASE = RFTConfig(lr_scheduler="linear", lr_warmup_steps=1, max_steps=4, n_samples_per_prompt=4)
 
@@ -24,7 +27,9 @@ TOGETHER = {
     "gap_warn",
     "gap_stop",
 }
-TOGETHER |= {"critic_learning_rate", "critic_warmup_steps"}
+LENGTHS = ({"warm_start_epochs": 2}, {"warm_start_steps": 5}, {"warm_start_seconds": 9.0})
+TOGETHER |= {"warm_start_packing"}
+TOGETHER |= {"critic_learning_rate", "critic_warmup_steps", "lora_sync"}
 
 # setting -> another value that an optimiser or the update is built from
 OPTIMIZER = {
@@ -60,6 +65,14 @@ UPDATE = {
     "share_prompts": True,
     "seed": 9,
 }
+WARM_START = {
+    "warm_start_learning_rate": 1e-3,
+    "warm_start_lr_scheduler": "linear",
+    "warm_start_lr_warmup_steps": 2,
+    "warm_start_lr_min_ratio": 0.5,
+    "weight_decay": 0.1,
+    "max_norm": 0.5,
+}
 ADAPTERS = {"lora_rank": 2, "lora_alpha": 3.0, "lora_targets": ("q_proj",), "seed": 9}
 CREDIT = {
     "advantage_estimator": "rloo",
@@ -83,6 +96,11 @@ CREDIT = {
 @pytest.mark.parametrize("name", OPTIMIZER)
 def test_the_optimiser_is_built_from(name):
     assert replace(BASE, **{name: OPTIMIZER[name]}).actor_optimizer() != BASE.actor_optimizer()
+
+
+@pytest.mark.parametrize("name", WARM_START)
+def test_supervised_steps_are_built_from(name):
+    assert replace(BASE, **{name: WARM_START[name]}).warm_start_optimizer(9) != BASE.warm_start_optimizer(9)
 
 
 @pytest.mark.parametrize("name", UPDATE)
@@ -122,11 +140,45 @@ def test_settings_that_act_together():
     assert replace(BASE, critic_warmup_steps=1).actor_optimizer().schedule.total_steps == 3
     layouts = [replace(BASE, **{k: v}).batch_layout for k, v in LAYOUTS.items()]
     assert [BASE.batch_layout, *layouts] == ["right", "left", "packed", "shared"]
+    supervised = [replace(BASE, warm_start_packing=packs).warm_start_layout for packs in (False, True)]
+    assert supervised == ["right", "packed"]
+    assert [warm_start_steps(replace(BASE, **change), 130) for change in LENGTHS] == [6, 5, None]
+
+
+def test_what_a_lora_run_sends_is_chosen_by_engine():
+    def alone(**changes):
+        return replace(BASE, lora_rank=4, **changes).sends_adapter_only
+
+    assert [alone(engine_type=engine) for engine in ("hf", "vllm", "sglang")] == [False, True, False]
+    assert alone(lora_sync="adapter")
+    assert not alone(lora_sync="merged", engine_type="vllm")
+    # vLLM applies no adapter of a larger rank.
+    assert not replace(BASE, lora_rank=513, engine_type="vllm").sends_adapter_only
+    assert not BASE.sends_adapter_only
+
+
+def test_the_last_batch_of_an_epoch_is_kept_or_dropped_as_asked():
+    def steps(**changes):
+        strategy = FSDPV2Strategy(replace(BASE, rollout_batch_size=4, **changes))
+        strategy.data = SimpleNamespace(rank=0, size=2)
+        sampler = _sampler(strategy.config, strategy, range(10))
+        first, second = (list(sampler.epoch_batches()) for _ in range(2))
+        assert first != second
+        resumed = _sampler(strategy.config, strategy, range(10))
+        resumed.load_state_dict(sampler.state_dict())
+        assert resumed.next_batch() == sampler.next_batch()
+        return [len(batch) for batch in first]
+
+    # Two of ten prompts are left over after two batches of four, one for each of two ranks.
+    assert steps() == [2, 2, 1]
+    assert steps(drop_last=True) == [2, 2]
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"lora_sync": "adapter"}, "lora_sync is adapter and lora_rank is 0"),
+        ({"drop_last": True, "blend": ("a.jsonl", "b.jsonl")}, "drop_last and blend"),
         ({"lowest_group_score": 0.1}, "lowest_group_score 0.1 and dynamic_sampling off"),
         (
             {"dynamic_sampling": True, "lowest_group_score": 0.8, "highest_group_score": 0.1},
@@ -171,7 +223,7 @@ def test_every_setting_is_read_where_something_is_built():
     unread = [
         item.name
         for item in fields(RFTConfig)
-        if item.name not in {*OPTIMIZER, *UPDATE, *ADAPTERS, *CREDIT, *TOGETHER}
+        if item.name not in {*OPTIMIZER, *UPDATE, *WARM_START, *ADAPTERS, *CREDIT, *TOGETHER}
         and f"config.{item.name}" not in text
         and f"args.{item.name}" not in text
     ]

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from rft_engines.counts import is_count
+
 ENGINE_KINDS = ("hf", "vllm", "sglang")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -26,6 +28,8 @@ class EngineConfig:
         max_rows: samples decoded together at most; None takes the engine's own default (hf: 64).
         seed: base seed, the same on all ranks; None counts as 0.
         enable_sleep: build the engine so that sleep frees memory.
+        lora_rank: largest rank of an adapter that is applied while generating; 0 for an engine without adapters. hf
+            takes any rank, and needs no word of it before.
         load_weights: False starts without reading the checkpoint; a weight update must then come first.
         device: where hf puts the model; None leaves a module where it is and loads a folder on the CPU.
         options: engine arguments by the engine's own names, passed on as they are and winning over the fields above.
@@ -41,6 +45,7 @@ class EngineConfig:
     max_rows: int | None = None
     seed: int | None = 0
     enable_sleep: bool = False
+    lora_rank: int = 0
     load_weights: bool = True
     device: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -57,12 +62,14 @@ class EngineConfig:
             )
         for name in ("tp_size", "max_model_len", "kv_cache_bytes", "max_rows"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"EngineConfig.{name}={value!r}: give at least 1")
+            if (value is not None or name == "tp_size") and not is_count(value):
+                raise ValueError(f"EngineConfig.{name}={value!r}: give an integer of at least 1")
+        if not is_count(self.lora_rank, 0):
+            raise ValueError(f"EngineConfig.lora_rank={self.lora_rank!r}: give an integer, 0 for no adapters")
         if self.seed is None:
             object.__setattr__(self, "seed", 0)
-        elif self.seed < 0:
-            raise ValueError(f"EngineConfig.seed={self.seed!r}: give 0 or above")
+        elif not is_count(self.seed, 0):
+            raise ValueError(f"EngineConfig.seed={self.seed!r}: give an integer of 0 or above")
         if self.kind != "hf" and not self.model_path:
             raise ValueError(
                 f"EngineConfig.model_path is empty: engine {self.kind!r} needs the folder of a saved model"

@@ -4,6 +4,7 @@ import importlib.util
 from typing import Any
 
 from rft_dist import RolloutGroups
+from rft_engines.combinations import NO_SGLANG_ADAPTER
 from rft_engines.config import EngineConfig
 from rft_engines.errors import MissingExtraError, UnsupportedCombinationError
 from rft_engines.protocol import RolloutEngine
@@ -47,6 +48,8 @@ def create_engine(
         raise UnsupportedCombinationError(
             f"engine {config.kind!r} and a module: it loads its own copy, give model_path and send weights to it"
         )
+    if config.kind == "sglang" and config.lora_rank:
+        raise UnsupportedCombinationError(f"engine 'sglang' and lora_rank={config.lora_rank}: {NO_SGLANG_ADAPTER}")
     _require_extra(config.kind)
     if config.kind == "vllm":
         from rft_engines.vllm import VLLMEngine

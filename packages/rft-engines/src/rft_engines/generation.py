@@ -5,9 +5,10 @@ from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from rft_engines.counts import is_count, whole_numbers
 from rft_engines.errors import InvalidRequestError, PromptTooLongError
 from rft_engines.sampling import SamplingParams
-from rft_engines.seeds import sample_seed
+from rft_engines.seeds import SEED_LIMIT, sample_seed
 
 
 class FinishReason(StrEnum):
@@ -27,7 +28,7 @@ class GenerationRequest:
 
     Attributes:
         prompt_token_ids: ids as the engine is to see them, at least one.
-        seed: makes the samples reproducible; None draws one from the engine's own seed.
+        seed: makes the samples reproducible, in [0, 2**63); None draws one from the engine's own seed.
         request_id: returned with each sample; None becomes the request's place in the call.
         images: pictures for a vision model, in the order of their placeholders in the prompt.
         max_new_tokens: lowers the call's `max_new_tokens` for this request.
@@ -41,14 +42,25 @@ class GenerationRequest:
     max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
+        try:
+            object.__setattr__(self, "prompt_token_ids", whole_numbers(self.prompt_token_ids))
+        except TypeError as error:
+            raise InvalidRequestError(
+                f"request {self.request_id!r} has a prompt that is no sequence of ids ({error}): tokenise it first"
+            ) from None
         object.__setattr__(self, "images", tuple(self.images))
         if not self.prompt_token_ids:
             raise InvalidRequestError(f"request {self.request_id!r} has an empty prompt: give at least one token id")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+        if self.max_new_tokens is not None and not is_count(self.max_new_tokens):
             raise InvalidRequestError(
-                f"request {self.request_id!r} has max_new_tokens={self.max_new_tokens}: give at least 1, or leave the "
-                f"finished sample out of the call"
+                f"request {self.request_id!r} has max_new_tokens={self.max_new_tokens!r}: give an integer of at least "
+                f"1, or leave the finished sample out of the call"
+            )
+        # Engines take other seeds for none at all (vLLM: -1) or refuse them in the middle of a call.
+        if self.seed is not None and not (is_count(self.seed, 0) and self.seed < SEED_LIMIT):
+            raise InvalidRequestError(
+                f"request {self.request_id!r} has seed={self.seed!r}: give an integer in [0, 2**63), as request_seed "
+                f"makes them, or None"
             )
 
     def token_budget(self, sampling: SamplingParams, max_model_len: int | None) -> int:
@@ -138,10 +150,12 @@ def check_requests(requests: Sequence[GenerationRequest], *, vocab_size: int | N
     """Refuse what the engine cannot serve, before anything runs.
 
     Raises:
-        InvalidRequestError: an id outside [0, vocab_size).
+        InvalidRequestError: an id outside [0, vocab_size), or something else than a request.
         PromptTooLongError: a prompt of `max_model_len` tokens or more.
     """
     for place, request in enumerate(requests):
+        if not isinstance(request, GenerationRequest):
+            raise InvalidRequestError(f"request {place} is a {type(request).__name__}: give a GenerationRequest")
         name = sample_id(request, place)
         lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
         if lowest < 0 or (vocab_size is not None and highest >= vocab_size):

@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rft_engines.contract import KV_CACHE, WEIGHTS, Fate, SleepContract, SleepLevel
+from rft_engines.contract import CUDA_GRAPHS, KV_CACHE, WEIGHTS, Fate, SleepContract, SleepLevel
+from rft_engines.counts import is_count
 from rft_engines.errors import EngineStateError, UnsupportedCombinationError
 from rft_engines.generation import Generation, GenerationRequest, check_requests
 from rft_engines.memory import SleepMemory
@@ -108,6 +109,27 @@ class ManagedEngine(ABC):
         """Bytes in use by owner, measured while asleep; empty where the engine cannot tell."""
         return {}
 
+    def _held(self) -> Mapping[str, int]:
+        """Device bytes by kind of memory while nothing sleeps; kinds that the engine cannot tell are left out."""
+        return {}
+
+    def memory(self) -> dict[str, int]:
+        """Device bytes by kind (weights, kv_cache, cuda_graphs) in the present state; unknown kinds are left out.
+
+        A cache that lives only inside `generate` counts with the most it reached since the last call of this. On a CPU
+        a kind that sleeps counts as gone, although nothing is freed there.
+        """
+        if self._closed:
+            return {}
+        held = dict(self._held())
+        if self._slept_at is None:
+            return held
+        effect = self.contract.effect(self._slept_at)
+        fates = {WEIGHTS: effect.weights, KV_CACHE: effect.kv_cache, CUDA_GRAPHS: effect.cuda_graphs}
+        # Graphs come back with the cache whose addresses they hold.
+        awake = self._awake | ({CUDA_GRAPHS} if KV_CACHE in self._awake else set())
+        return {kind: size if kind in awake or fates[kind] is Fate.KEPT else 0 for kind, size in held.items()}
+
     # States.
 
     @property
@@ -127,6 +149,11 @@ class ManagedEngine(ABC):
         if KV_CACHE not in self._awake:
             return EngineState.WEIGHTS_AWAKE
         return EngineState.READY if self._weights_defined else EngineState.WEIGHTS_UNDEFINED
+
+    @property
+    def weights_defined(self) -> bool:
+        """Whether the engine has valid weights, asleep or awake; `state` says it of an engine that is awake only."""
+        return self._weights_defined
 
     def _require_open(self, call: str) -> None:
         if self._closed:
@@ -153,8 +180,8 @@ class ManagedEngine(ABC):
     ) -> list[Generation]:
         """See `RolloutEngine`."""
         self._require_ready()
-        if max_steps is not None and max_steps < 1:
-            raise ValueError(f"max_steps={max_steps}: give at least 1, or None for no step budget")
+        if max_steps is not None and not is_count(max_steps):
+            raise ValueError(f"max_steps={max_steps!r}: give an integer of at least 1, or None for no step budget")
         check_requests(requests, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         if not self._takes_images and any(request.images for request in requests):
             raise UnsupportedCombinationError(
@@ -285,6 +312,17 @@ class ManagedEngine(ABC):
         self._weights_defined = True
         self._undefined_because = ""
         self._version = version
+
+    def cancel_weight_update(self) -> None:
+        """Close an update that was refused before anything was written: the weights are what they were before it.
+
+        Raises:
+            EngineStateError: No update is open.
+        """
+        self._require_open("cancel_weight_update")
+        if not self._updating:
+            raise EngineStateError("cancel_weight_update refused, no update is open: call begin_weight_update() first")
+        self._updating = False
 
     def abort_weight_update(self, reason: str) -> None:
         """See `RolloutEngine`."""

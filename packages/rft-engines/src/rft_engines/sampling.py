@@ -3,7 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
+from rft_engines.counts import is_count, whole_numbers
 from rft_engines.errors import UnsupportedCombinationError
 
 
@@ -41,10 +43,20 @@ class SamplingParams:
         if isinstance(self.stop, str):
             raise ValueError(f"SamplingParams.stop={self.stop!r} is one string: give a tuple of strings")  # noqa: TRY004
         object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
+        try:
+            object.__setattr__(self, "stop_token_ids", whole_numbers(self.stop_token_ids))
+        except TypeError:
+            raise ValueError(f"SamplingParams.stop_token_ids={self.stop_token_ids!r}: give whole numbers") from None
+        if not all(isinstance(text, str) for text in self.stop):
+            raise ValueError(f"SamplingParams.stop={self.stop!r}: give strings; ids go into stop_token_ids")
+        for name in ("temperature", "top_p", "first_token_temperature"):
+            value = getattr(self, name)
+            optional = value is None and name == "first_token_temperature"
+            if not optional and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise ValueError(f"SamplingParams.{name}={value!r}: give a number")
         for name, lowest in (("n", 1), ("max_new_tokens", 1), ("top_k", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            if not is_count(value, lowest):
                 raise ValueError(f"SamplingParams.{name}={value!r}: give an integer of at least {lowest}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(

@@ -3,6 +3,7 @@
 import hashlib
 
 _SEED_BITS = 63
+SEED_LIMIT = 1 << _SEED_BITS
 
 
 def _mixed(*parts: int | str) -> int:

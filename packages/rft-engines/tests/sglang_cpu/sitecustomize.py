@@ -2,7 +2,8 @@
 
 PyPI's `sglang-kernel`, `cutlass` bindings and `torchaudio` are CUDA builds, and SGLang imports them although the CPU
 path with torch_native attention never calls them. Their modules are stood in for by empty ones whose attributes are
-mocks.
+mocks. Some models look up operators of the kernel package while they are imported, also where they will not be used
+(SGLang 0.5.21's Qwen3.5, which the processor of all Qwen-VL models imports): those are declared without a body.
 """
 
 import sys
@@ -12,6 +13,15 @@ from types import ModuleType
 from unittest.mock import MagicMock
 
 _STUBBED = ("sgl_kernel", "cutlass", "torchaudio")
+_OPERATORS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_qkvzba_split_reshape_cat_cpu",
+    "fused_gdn_gating_cpu",
+)
+_libraries = []
 
 
 class _Stub(ModuleType):
@@ -34,7 +44,13 @@ class _Stubs(MetaPathFinder, Loader):
         return _Stub(spec.name)
 
     def exec_module(self, module):
-        pass
+        if module.__name__ == "sgl_kernel":
+            import torch
+
+            library = torch.library.Library("sgl_kernel", "FRAGMENT")
+            for name in _OPERATORS:
+                library.define(f"{name}(Tensor x) -> Tensor")
+            _libraries.append(library)  # an operator lives as long as its library
 
 
 sys.meta_path.insert(0, _Stubs())

@@ -29,6 +29,7 @@ from rft_rewards.residency import DeviceTurn, ModelResidency
 from rft_rewards.sample import RewardSample
 from rft_rewards.score import RewardResult, Score
 from rft_rewards.shaping import length_penalty, overlong_penalty, repetition_penalty
+from rft_rewards.whole_response import SymbolicAnswer, symbolic_answer
 from rft_rewards.workers import WorkerPool
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "RewardResult",
     "RewardSample",
     "Score",
+    "SymbolicAnswer",
     "UnknownLabelError",
     "Verdict",
     "WorkerPool",
@@ -72,5 +74,6 @@ __all__ = [
     "length_penalty",
     "overlong_penalty",
     "repetition_penalty",
+    "symbolic_answer",
     "time_limited",
 ]

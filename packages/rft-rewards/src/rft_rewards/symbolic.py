@@ -5,7 +5,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from math_verify import parse, verify
-from math_verify.parser import LatexExtractionConfig
+from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 
 from rft_rewards.matching import quick_verdict
 from rft_rewards.spelling import bare_answer, compact, spelled_latex
@@ -14,12 +14,23 @@ from rft_rewards.structure import Form, assigned_value, form_of
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 _LATEX = (LatexExtractionConfig(),)
+_ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
 
 
 def grade(pair: tuple[str, str]) -> bool:
     """Whether a bare answer says the same as the bare gold answer; `pair` is (answer, gold)."""
     answer, gold = pair
     return _same(spelled_latex(bare_answer(answer)), spelled_latex(bare_answer(gold)))
+
+
+def read(pair: tuple[str, str]) -> tuple[str | None, bool]:
+    """What math-verify finds in a response, as text, and whether it is the gold answer; `pair` is (response, gold)."""
+    response, gold = pair
+    found = parse(response, _ANYWHERE, parsing_timeout=None)
+    if not found:
+        return None, False
+    wanted = parse(f"${spelled_latex(bare_answer(gold))}$", _LATEX, parsing_timeout=None)
+    return str(found[0]), bool(verify(wanted, found, timeout_seconds=None))
 
 
 def _same(answer: str, gold: str) -> bool:

@@ -1,5 +1,6 @@
 """Broadcast training weights into an inference engine, from any PyTorch trainer."""
 
+from rft_sync.adapters import AdapterBroadcastManager
 from rft_sync.errors import (
     EngineNotReady,
     EngineRefused,
@@ -31,6 +32,7 @@ from rft_sync.report import SyncReport
 from rft_sync.scan import Piece
 from rft_sync.sources import (
     AdapterSource,
+    BaseWeightsSource,
     FSDPSource,
     MergedLoRASource,
     ModuleSource,
@@ -42,7 +44,9 @@ from rft_sync.transfer import receive_weights, send_weights
 from rft_sync.verification import Verification, verify
 
 __all__ = [
+    "AdapterBroadcastManager",
     "AdapterSource",
+    "BaseWeightsSource",
     "BroadcastConfig",
     "BroadcastManager",
     "Bucket",

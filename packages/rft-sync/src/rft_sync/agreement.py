@@ -46,6 +46,15 @@ def raise_together(error: BaseException | None, group: dist.ProcessGroup | None)
     raise first from error
 
 
+def any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether `flag` holds on a rank of `group`. Collective over `group`."""
+    if not is_distributed() or dist.get_world_size(group) == 1:
+        return flag
+    found = torch.tensor([int(flag)], dtype=torch.int32, device=wire_device(group))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return bool(found.item())
+
+
 def agree_on_digest(digest: str | None, error: BaseException | None, group: dist.ProcessGroup | None) -> None:
     """Check that all ranks plan the same update. Collective over `group`.
 

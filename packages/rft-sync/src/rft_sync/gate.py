@@ -8,8 +8,8 @@ from rft_sync.errors import EngineNotReady
 class EngineGate:
     """Asks an engine object whether it may be written, wakes it where the caller wants that, and tells it the outcome.
 
-    Works on any object by the names `state`, `wake_up`, `begin_weight_update`, `finish_weight_update` and
-    `abort_weight_update`; what it lacks is left out.
+    Works on any object by the names `state`, `weights_defined`, `wake_up`, `begin_weight_update`, `use_adapter`,
+    `finish_weight_update`, `cancel_weight_update` and `abort_weight_update`; what it lacks is left out.
 
     Args:
         engine: An object with `.native`, or a raw engine.
@@ -27,6 +27,11 @@ class EngineGate:
     def _state(self) -> str:
         return str(getattr(self._engine, "state", ""))
 
+    @property
+    def weights_undefined(self) -> bool:
+        """Whether the engine says that its weights are; one that sleeps says so by `weights_defined` only."""
+        return self._state == "weights_undefined" or not getattr(self._engine, "weights_defined", True)
+
     def prepare(self, kind: str) -> None:
         """Wake the engine or refuse, and open its update session unless the caller has done so.
 
@@ -35,7 +40,8 @@ class EngineGate:
         """
         if self._state == "closed":
             raise EngineNotReady("the engine is closed; create a new one and connect again")
-        if self._state == "weights_undefined" and kind != "full":
+        # Inside a session of the caller's, the weights below may have come in it already.
+        if self._state != "updating" and self.weights_undefined and kind != "full":
             raise EngineNotReady("the engine's base weights are undefined; send the full weights before an adapter")
         if self._state == "asleep":
             self._require_wake()
@@ -56,10 +62,23 @@ class EngineGate:
             raise EngineNotReady('the engine is asleep; wake its weights first, or set on_asleep="wake"')
 
     def finish(self, version: int) -> None:
-        """Close the session that `prepare` opened."""
+        """Close the session that `prepare` opened; the engine learns which adapter to generate with."""
         if self._opened:
             self._opened = False
+            if hasattr(self._engine, "use_adapter"):
+                self._engine.use_adapter(getattr(self._receiver, "adapter", None))
             self._engine.finish_weight_update(version)
+
+    def cancel(self, reason: str) -> None:
+        """Close the session that `prepare` opened; nothing was written, so the weights are what they were before.
+
+        An engine without `cancel_weight_update` can only be told that the update failed.
+        """
+        if self._opened and hasattr(self._engine, "cancel_weight_update"):
+            self._opened = False
+            self._engine.cancel_weight_update()
+        else:
+            self.abort(reason)
 
     def abort(self, reason: str) -> None:
         """Close the session that `prepare` opened; the weights are undefined."""

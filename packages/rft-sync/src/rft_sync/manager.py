@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 
+from rft_sync.attendance import DEFAULT_SECONDS
 from rft_sync.gate import EngineGate
 from rft_sync.manifest import Planner
 from rft_sync.receivers.protocol import TypedReceiver, WeightReceiver
-from rft_sync.receivers.selection import receiver_for
-from rft_sync.receivers.sglang import SGLangReceiver
+from rft_sync.receivers.selection import connected_receiver
 from rft_sync.report import SyncReport
 from rft_sync.scan import Scanner
 from rft_sync.sharing import check_sharing, share_weights, shared_tensors
@@ -34,7 +34,8 @@ class BroadcastConfig:
     bucket_bytes: int = 1 << 28
     """Size of one bucket. Extra memory is about two buckets, or one oversize tensor or fused group and its copy."""
     verify: Literal["rotating", "all", "off"] = "rotating"
-    """Read the engine back: everything at the first update, then `verify_sample` tensors; everything; nothing."""
+    """Read the engine back: everything at the first update and at the first one after a failure, else `verify_sample`
+    tensors; everything; nothing."""
     verify_sample: int = 16
     check_finite: bool = True
     """Refuse NaN and Inf, naming the tensor."""
@@ -46,6 +47,9 @@ class BroadcastConfig:
     """After the first update the trainer's parameters become views of the engine's memory: later updates copy nothing.
     Refused, with every reason, where dtype, layout, world or the engine do not allow it."""
 
+    attendance_seconds: float = DEFAULT_SECONDS
+    """How long a rank waits for the others to make the same call, before it names those that did not come."""
+
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"BroadcastConfig.bucket_bytes is {self.bucket_bytes}; give bytes, for example 2**28")
@@ -55,6 +59,8 @@ class BroadcastConfig:
             raise ValueError(f"BroadcastConfig.verify_sample is {self.verify_sample}; use 1 or more, or verify='off'")
         if self.on_asleep not in ("refuse", "wake"):
             raise ValueError(f"BroadcastConfig.on_asleep is {self.on_asleep!r}; use 'refuse' or 'wake'")
+        if not self.attendance_seconds > 0:
+            raise ValueError(f"BroadcastConfig.attendance_seconds is {self.attendance_seconds}; give seconds above 0")
 
 
 class BroadcastManager:
@@ -118,13 +124,15 @@ class BroadcastManager:
             UnsupportedCombination: The model or the engine cannot be served.
             EngineNotReady: The engine is gone.
         """
-        native = engine.native if hasattr(type(engine), "native") or hasattr(engine, "native") else engine
-        receiver = receiver_for(native)
-        if isinstance(receiver, SGLangReceiver) and hasattr(engine, "finish_weight_update"):
-            receiver.flush = False  # the engine object knows whether its KV cache is resident, and resets it
+        receiver, owner = connected_receiver(engine)
         dtype = receiver.dtype_policy() if isinstance(receiver, TypedReceiver) else None
         source = source_for(model, dtype=dtype, keep_fp32=tuple(keep_fp32))
-        return cls(source, receiver, config, group=group, engine=None if native is engine else engine)
+        return cls(source, receiver, config, group=group, engine=owner)
+
+    @property
+    def finished(self) -> int:
+        """Updates that succeeded."""
+        return self._finished
 
     def broadcast_to_engine(self, version: int | None = None) -> SyncReport:
         """Send everything, verify it, and raise the version. Collective over the manager's group.
@@ -137,6 +145,7 @@ class BroadcastManager:
             What was sent and what it cost.
 
         Raises:
+            ManifestMismatch: A rank of the group did not make this call; on those that did.
             WeightSyncError: The same error on every rank; the receivers are unusable until a full update succeeds
                 (unless nothing had been written yet), and the version is what it was.
         """
@@ -145,10 +154,16 @@ class BroadcastManager:
             self.source, self.receiver, self.config, gate, self._group, planner=self._planner, scanner=self._scanner
         )
         wanted = self.version + 1 if version is None else version
-        report = update.run(wanted, at_least=self.version, finished=self._finished)
+        finished, self._finished = self._finished, 0  # after a failure everything is verified again
+        report = update.run(wanted, at_least=self.version, finished=finished)
         self.version = wanted
-        self._finished += 1
+        self._finished = finished + 1
         if self.config.share_weights and not shared_tensors(self.source, self.receiver):  # type: ignore[arg-type]
             share_weights(self.source, self.receiver)  # type: ignore[arg-type]
         logger.info("%s", report)
+        if self._finished == 1 and not report.tensors_verified and self.config.verify != "off":
+            logger.warning(
+                "none of the %d tensors could be read back through %s, so nothing was verified; compare the engine's "
+                "log-probabilities with the trainer's", report.tensors_sent, type(self.receiver).__name__,
+            )  # fmt: skip
         return report

@@ -1,7 +1,8 @@
 """Weights for an engine that lives in another process: flat buckets over a process group, two in flight.
 
-The sender fills one buffer while the other travels. Each buffer starts with a status word, so that a sender that
-fails tells the receivers, and receivers answer at the end, so that a receiver that fails tells the trainers.
+The receivers answer to the plan before the first byte, so that what one of them cannot take is refused with nothing
+written. The sender fills one buffer while the other travels. Each buffer starts with a status word, so that a sender
+that fails tells the receivers, and receivers answer at the end, so that a receiver that fails tells the trainers.
 """
 
 import json
@@ -135,9 +136,16 @@ def send_weights(
     if sending:
         text = json.dumps({"error": str(error)}) if manifest is None else manifest_to_json(manifest, version)
         broadcast_text(text, src, group)
+    if manifest is not None and sending:
+        error = _first_failure(None, group)  # whether every receiver can take it
+    if trainer_group is not None:
+        raise_together(error, trainer_group)
     if manifest is not None:
-        error = _stream(source, manifest.buckets(), src if sending else None, group, finite_only)
-        if sending:
+        # A sender that was refused still gathers, where it cannot tell the other trainers.
+        refused, streams = error, sending and error is None
+        found = _stream(source, manifest.buckets(), src if streams else None, group, finite_only)
+        error = refused or found
+        if streams:
             error = _first_failure(error, group) or _first_failure(None, group)  # after loading, after finishing
         if hasattr(source, "release"):
             source.release()
@@ -225,14 +233,14 @@ def receive_weights(
         The version that the receiver now has.
 
     Raises:
-        WeightSyncError: On every receiver and trainer; the receiver is unusable until a full update succeeds.
+        WeightSyncError: On every receiver and trainer; the receiver is unusable until a full update succeeds, unless
+            a receiver refused the plan, before anything was written.
     """
     text = broadcast_text(None, src, group)
     if "error" in json.loads(text):
         raise WeightSyncError(f"the sender could not plan the update: {json.loads(text)['error']}")
-    manifest, version = manifest_from_json(text)
-    started: list[bool] = []
-    error = _drain_into(receiver, manifest, src, group, on_bucket, started)
+    manifest, version = _started(receiver, text, group)
+    error = _drain_into(receiver, manifest, src, group, on_bucket)
     failure = _first_failure(error, group)
     if failure is None:
         try:
@@ -242,7 +250,32 @@ def receive_weights(
         failure = _first_failure(error, group)
     if failure is None:
         return version
-    if started:
+    receiver.abort(str(failure))
+    raise failure from error
+
+
+def _started(receiver: WeightReceiver, text: str, group: dist.ProcessGroup | None) -> tuple[Manifest, int]:
+    """What is coming, with the update started on every receiver. Collective over `group`.
+
+    Raises:
+        WeightSyncError: A receiver cannot take it; on all of them and on the sender, and nothing has been written.
+    """
+    announced: tuple[Manifest, int] | None = None
+    error: Exception | None = None
+    started = False
+    try:
+        announced = manifest_from_json(text)
+        receiver.start(announced[0])
+        started = True
+    except Exception as found:  # noqa: BLE001 -- answered to all
+        error = found
+    failure = _first_failure(error, group)
+    if failure is None:
+        assert announced is not None  # this receiver has started it
+        return announced
+    if started and hasattr(receiver, "cancel"):
+        receiver.cancel()
+    elif started:
         receiver.abort(str(failure))
     raise failure from error
 
@@ -253,18 +286,12 @@ def _drain_into(
     src: int,
     group: dist.ProcessGroup | None,
     on_bucket: Callable[[Bucket], None] | None,
-    started: list[bool],
 ) -> Exception | None:
     """Take every bucket off the wire, and load it unless something failed. Collective over `group`."""
     buckets = manifest.buckets()
     ring = _Ring(buckets, wire_device(group))
     error: Exception | None = None
     good = True
-    try:
-        receiver.start(manifest)
-        started.append(True)
-    except Exception as found:  # noqa: BLE001 -- answered at the end; the buckets must still be taken off the wire
-        error = found
     for index in range(min(_BUFFERS - 1, len(buckets))):
         ring.broadcast(index, buckets[index].nbytes, src, group)
     for index, bucket in enumerate(buckets):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rft_sync.agreement import agree_on_digest, raise_together
+from rft_sync.attendance import await_ranks
 from rft_sync.errors import ManifestMismatch, NonFiniteWeight
 from rft_sync.gate import EngineGate
 from rft_sync.manifest import Manifest, Planned, Planner
@@ -72,6 +73,7 @@ class Update:
         """Plan, start, send, finish, verify; abort on every rank if any of it fails on one."""
         begin = time.perf_counter()
         _call(self._source, "reset_statistics")
+        await_ranks("broadcast_to_engine", self._group, self._config.attendance_seconds)
         try:
             planned = self._agreed_plan(version, at_least)
             manifest = planned.manifest
@@ -83,7 +85,7 @@ class Update:
             check = ReadBackCheck(self._receiver, sampled, self._scanner)
             live = self._live_tensors(manifest)
             if live is not None:
-                self._together(lambda: self._send_live(manifest, live, check))
+                self._send_live(manifest, live, check)
             else:
                 self._sending = True
                 self._send(planned, check)
@@ -105,6 +107,8 @@ class Update:
         planned: Planned | None = None
         error: Exception | None = None
         try:
+            if isinstance(version, bool) or not isinstance(version, int):
+                raise ManifestMismatch(f"version {version!r} is no count of updates; give a whole number, or None")
             if version < at_least:
                 raise ManifestMismatch(
                     f"version {version} is older than the engine's {at_least}; versions never fall, give {at_least} to "
@@ -155,19 +159,25 @@ class Update:
         return tensors if self._receiver.takes_live(sent, tensors) else None
 
     def _send_live(self, manifest: Manifest, tensors: Mapping[str, Tensor], check: ReadBackCheck) -> None:
-        """Check everything, then copy everything: a NaN is refused before anything is written."""
+        """Check everything, then copy everything: a NaN on any rank is refused before any rank has written.
+
+        Collective over the manager's group.
+        """
         pieces = {meta.name: Piece(tensors[meta.alias_of or meta.name], meta.dtype) for meta in manifest.metadata}
+        self._together(lambda: self._note_live(pieces, check))
+        self._sending = True
+        self._timed("load", lambda: self._together(lambda: self._receiver.load_live(tensors)))  # type: ignore[attr-defined]
+        check.note_parts(pieces)
+        self._delivered = len(manifest.metadata)
+        own = [pieces[name] for name in tensors]
+        self._live_casts.update((p.tensor.dtype, p.dtype) for p in own if p.tensor.dtype != p.dtype)
+
+    def _note_live(self, pieces: Mapping[str, Piece], check: ReadBackCheck) -> None:
         scanned = None
         if self._config.check_finite:
             scanned = self._scanner.scan(list(pieces.values()), finite=True, fingerprints=False)
             check_finite(list(pieces), scanned)
         check.note(pieces, scanned)
-        self._sending = True
-        self._timed("load", lambda: self._receiver.load_live(tensors))  # type: ignore[attr-defined]
-        check.note_parts(pieces)
-        self._delivered = len(manifest.metadata)
-        own = [pieces[name] for name in tensors]
-        self._live_casts.update((p.tensor.dtype, p.dtype) for p in own if p.tensor.dtype != p.dtype)
 
     def _send(self, planned: Planned, check: ReadBackCheck) -> None:
         """Gather and load all buckets. Collective over the source's groups and the manager's group.
@@ -202,16 +212,20 @@ class Update:
         self._delivered += len(bucket)
 
     def _abort(self, reason: str) -> None:
-        if self._started and not self._sending and hasattr(self._receiver, "cancel"):
-            self._receiver.cancel()
+        """End the update here; where no rank has written anything, the engine is what it was before."""
+        untouched = not self._sending and (not self._started or hasattr(self._receiver, "cancel"))
+        if self._started and untouched:
+            self._receiver.cancel()  # type: ignore[attr-defined]
         elif self._started:
             self._receiver.abort(reason)
-        if self._prepared:
+        if self._prepared and untouched:
+            self._gate.cancel(reason)
+        elif self._prepared:
             self._gate.abort(reason)
 
     def _report(self, version: int, manifest: Manifest, verification: Verification) -> SyncReport:
         statistics = _call(self._source, "statistics")
-        expected = _call(self._receiver, "expected")
+        expected = _call(self._receiver, "expected") if manifest.kind == "full" else None
         cast = statistics.cast_seconds if statistics is not None else 0.0
         self._seconds["cast"] = cast
         self._seconds["gather"] = max(0.0, self._seconds["gather"] - cast)

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rft_sync.agreement import raise_together
-from rft_sync.errors import ShapeMismatch, VerificationFailed
+from rft_sync.agreement import agree_on_digest, raise_together
+from rft_sync.attendance import DEFAULT_SECONDS, await_ranks
+from rft_sync.errors import ShapeMismatch, UnknownTensor, VerificationFailed
 from rft_sync.manifest import build_manifest
+from rft_sync.parameters import Bucket
 from rft_sync.receivers.protocol import ReadableReceiver
 from rft_sync.scan import Piece, Scanned, Scanner
 from rft_sync.sources.protocol import ParameterSource
@@ -155,6 +157,7 @@ def verify(
     *,
     bucket_bytes: int = 1 << 28,
     group: dist.ProcessGroup | None = None,
+    attendance_seconds: float = DEFAULT_SECONDS,
 ) -> Verification:
     """Compare an engine with the source now, without sending. Collective over `group` and the source's ranks.
 
@@ -166,25 +169,27 @@ def verify(
         names: What to compare; everything by default.
         bucket_bytes: Size of the gathers.
         group: Ranks that verify together; the default group if None.
+        attendance_seconds: How long to wait for all of them to come.
 
     Raises:
+        ManifestMismatch: A rank of the group did not come, or the ranks would compare different tensors.
+        UnknownTensor: `names` holds one that the source does not send.
         VerificationFailed: On every rank, naming the tensors.
     """
-    metadata = source.metadata()
-    wanted = [meta.name for meta in metadata] if names is None else list(names)
-    check = ReadBackCheck(receiver, wanted, Scanner())
+    await_ranks("verify", group, attendance_seconds)
+    check, buckets = _planned(source, receiver, names, bucket_bytes, group)
     error: Exception | None = None
-    for bucket in build_manifest(metadata, bucket_bytes=bucket_bytes).buckets():
+    for bucket in buckets:
         chosen = check.wants(bucket.names)
         if not chosen:
             continue
-        with source.gather(chosen) as tensors:
-            try:
+        try:
+            with source.gather(chosen) as tensors:
                 pieces = {name: Piece(tensor, tensor.dtype) for name, tensor in tensors.items()}
                 check.note(pieces)
                 check.note_parts(pieces)
-            except Exception as found:  # noqa: BLE001 -- raised on every rank below
-                error = error or found
+        except Exception as found:  # noqa: BLE001 -- raised on every rank below
+            error = error or found
     raise_together(error, group)
     result: Verification | None = None
     try:
@@ -194,3 +199,28 @@ def verify(
     raise_together(error, group)
     assert result is not None
     return result
+
+
+def _planned(
+    source: ParameterSource,
+    receiver: object,
+    names: Sequence[str] | None,
+    bucket_bytes: int,
+    group: dist.ProcessGroup | None,
+) -> tuple[ReadBackCheck, list[Bucket]]:
+    """What all ranks compare. Collective over `group`."""
+    error: Exception | None = None
+    digest: str | None = None
+    check, buckets = ReadBackCheck(receiver, (), Scanner()), list[Bucket]()
+    try:
+        manifest = build_manifest(source.metadata(), bucket_bytes=bucket_bytes)
+        wanted = list(manifest.names) if names is None else list(names)
+        unknown = sorted(set(wanted) - set(manifest.names))
+        if unknown:
+            raise UnknownTensor(f"no such tensors at the source: {unknown}; names come from metadata()", unknown)
+        check, buckets = ReadBackCheck(receiver, wanted, Scanner()), manifest.buckets()
+        digest = f"{manifest.digest} {sorted(wanted)}"
+    except Exception as found:  # noqa: BLE001 -- raised on every rank by the agreement
+        error = found
+    agree_on_digest(digest, error, group)
+    return check, buckets

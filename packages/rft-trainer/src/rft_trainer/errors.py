@@ -9,6 +9,14 @@ class ConfigurationError(RFTrainerError, ValueError):
     """A setting that cannot work; the message names the setting, its value and the remedy."""
 
 
+class InvalidSettings(ConfigurationError):  # noqa: N818
+    """Settings of a run that cannot be made; `settings` holds them, for whoever looks for further problems."""
+
+    def __init__(self, message: str, settings: object = None) -> None:
+        super().__init__(message)
+        self.settings = settings
+
+
 class UnsupportedCombination(RFTrainerError, NotImplementedError):  # noqa: N818
     """Two features that do not work together; the message names both halves."""
 

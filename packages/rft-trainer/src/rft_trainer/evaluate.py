@@ -6,6 +6,9 @@
 Flags are those of a run. `--resume_from` takes the weights of a checkpoint instead of those of `--pretrain`; `--config`
 with the run's config.json gives the strategy and model that it belongs to. Answers are scored by the strict, flexible
 and boxed extraction, side by side. OUTPUT_DIR/evaluate gets one line for each response, and metrics.json.
+
+Names that only an app knows (a bundled model, generated problems) are refused here; the app has this command for its
+own runs, and calls `main` with its `AppParts`.
 """
 
 import json
@@ -22,30 +25,38 @@ from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import DataSource, EncodedPrompt, PromptDataset, load_source, parse_sources
 from rft_trainer.errors import ConfigurationError, RFTrainerError
-from rft_trainer.models import checkpoint_folder, load_tokenizer, quieten_transformers
+from rft_trainer.evaluators import make_evaluator
+from rft_trainer.models import load_tokenizer, quieten_transformers
 from rft_trainer.preflight import check_resume
 from rft_trainer.report import Console
-from rft_trainer.session import Ingredients, experience_maker, make_evaluator
-from rft_trainer.standalone import checkpointed_actor, one_process_without_torchrun
+from rft_trainer.session import Ingredients, experience_maker
+from rft_trainer.standalone import AppParts, checkpointed_actor, initial_folder, one_process_without_torchrun
 from rft_trainer.strategy import Strategy, get_strategy
 
+Sets = Mapping[str, Sequence[EncodedPrompt]]
 
-def main(argv: Sequence[str] | None = None) -> int:
+
+def main(argv: Sequence[str] | None = None, app: AppParts | None = None) -> int:
     """Evaluate and return the exit code: 0, or 2 for an error of the user's with one line for each problem."""
     rank = os.environ.get("RANK", "0")
+    app = app or AppParts(held_out=evaluation_sets, rewards=flexible_rewards)
     try:
-        config = parse_config(argv, {}, description="Evaluation of a model folder or checkpoint")
-        config = replace(config, eval_extractors=True, output_dir=config.output_dir / "evaluate")
+        config = parse_config(argv, app.recipes, description="Evaluation of a model folder or checkpoint")
         if config.pretrain is None:
             raise ConfigurationError("pretrain is not set: give --pretrain, or --config with a run's config.json")
         check_resume(config)
+        config = app.resolve(config)
+        assert config.pretrain is not None
         one_process_without_torchrun()
         quieten_transformers()
-        folder = checkpoint_folder(config.pretrain)
+        folder = initial_folder(config)
+        config = replace(config, eval_extractors=True, output_dir=config.output_dir / "evaluate")
         tokenizer = load_tokenizer(folder)
-        sets = evaluation_sets(config, tokenizer)
+        sets = app.held_out(config, tokenizer)
+        if not sets:
+            raise ConfigurationError("nothing to evaluate: give --eval_sets SOURCE[,name=...] or --eval_dataset")
         with get_strategy(config).setup_distributed() as strategy:
-            evaluate(config, strategy, folder, tokenizer, sets)
+            evaluate(config, strategy, folder, tokenizer, sets, app.rewards())
     except (RFTrainerError, DistError, EngineError) as error:
         for line in str(error).splitlines():
             print(f"[rank {rank}] error: {line}", file=sys.stderr)
@@ -57,13 +68,11 @@ def evaluation_sets(config: RFTConfig, tokenizer: object) -> dict[str, Sequence[
     """The held-out sets of the configuration, by name.
 
     Raises:
-        ConfigurationError: none is named, or one cannot be read.
+        ConfigurationError: one cannot be read.
     """
     sources = parse_sources(config.eval_sets)
     if config.eval_dataset is not None:
         sources = [DataSource(source=config.eval_dataset)]
-    if not sources:
-        raise ConfigurationError("nothing to evaluate: give --eval_sets SOURCE[,name=...] or --eval_dataset")
     sets: dict[str, Sequence[EncodedPrompt]] = {}
     for source in sources:
         records = load_source(
@@ -82,12 +91,18 @@ def evaluation_sets(config: RFTConfig, tokenizer: object) -> dict[str, Sequence[
     return sets
 
 
+def flexible_rewards() -> RewardComputationEngine:
+    """One point for the right last number or marked answer."""
+    return RewardComputationEngine(RewardRecipe(functions=[exact_answer("flexible")]))
+
+
 def evaluate(
     config: RFTConfig,
     strategy: Strategy,
     folder: str,
     tokenizer: object,
-    sets: Mapping[str, Sequence[EncodedPrompt]],
+    sets: Sets,
+    rewards: RewardComputationEngine,
 ) -> dict[str, float]:
     """Metrics of a model; written to `output_dir` and shown. Collective over the world."""
     actor, step = checkpointed_actor(config, strategy, folder)
@@ -102,7 +117,6 @@ def evaluate(
         )
     )
     strategy.update_engine_weights(actor)
-    rewards = RewardComputationEngine(RewardRecipe(functions=[exact_answer("flexible")]))
     ingredients = Ingredients(
         actor=actor, initial_model=None, tokenizer=tokenizer, prompts=(), held_out=sets, rewards=rewards
     )
@@ -121,9 +135,10 @@ def _write_metrics(folder: Path, step: int, metrics: Mapping[str, float]) -> Non
 
 def _show(console: Console, folder: Path, metrics: Mapping[str, float], names: Sequence[str]) -> None:
     for name in names:
-        prefix = f"eval/{name}/"
+        prefix = f"eval/{name}/" if name else "eval/"
         rows = [(key.removeprefix(prefix), f"{value:.4g}") for key, value in metrics.items() if key.startswith(prefix)]
-        console.table(name, [row for row in rows if not row[0].startswith("counts/")])
+        # What has a slash left is a count, or belongs to a set with a name.
+        console.table(name or "held out", [row for row in rows if "/" not in row[0]])
     console.line(f"metrics {folder / 'metrics.json'}, responses {folder / 'evaluation'}")
 
 

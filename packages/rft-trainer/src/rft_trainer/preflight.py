@@ -1,17 +1,19 @@
 """Everything that can be checked on one rank without talking to the others, all problems at once."""
 
 import importlib.util
+import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from rft_dist import ParallelLayout, TorchrunEnvironment
+from rft_dist import DistError, ParallelLayout, TorchrunEnvironment
 from rft_engines.combinations import check_combination
 from rft_trainer.algorithms import AdvantageEstimator, PolicyLoss, check_aggregation_mode, check_kl_kind
 from rft_trainer.checkpoint import MANIFEST
 from rft_trainer.config import RFTConfig
+from rft_trainer.config.lora import LARGEST_VLLM_RANK
 from rft_trainer.data import parse_sources
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
 from rft_trainer.memory.dry_run import describe, make_plan
@@ -37,14 +39,7 @@ def preflight(config: RFTConfig, environment: TorchrunEnvironment) -> None:
     Raises:
         ConfigurationError: one line per problem.
     """
-    checks = _setting_checks(config, environment)
-    checks += [
-        lambda: _check_extras(config),
-        lambda: check_resume(config),
-        lambda: check_output(config),
-        *(partial(check_model_folder, folder) for folder in _model_folders(config)),
-    ]
-    _raise_all(checks)
+    _raise_all([*_setting_checks(config, environment), *_run_checks(config)])
 
 
 def dry_run(config: RFTConfig) -> str:
@@ -53,19 +48,33 @@ def dry_run(config: RFTConfig) -> str:
     Raises:
         ConfigurationError: one line per problem of the settings.
     """
-    if config.plan_ranks is None:
-        environment = TorchrunEnvironment.from_environ()
-    else:
-        local = min(config.plan_ranks, config.plan_ranks_per_node)
-        variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": config.plan_ranks, "LOCAL_WORLD_SIZE": local}
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-        environment = TorchrunEnvironment.from_environ({name: str(value) for name, value in variables.items()} | place)
+    environment = _environment(config)
     _raise_all([*_setting_checks(config, environment), *(partial(read_config, f) for f in _model_folders(config))])
 
     def check(turned: RFTConfig) -> None:
         _raise_all(_setting_checks(turned, environment))
 
     return describe(make_plan(config, ranks=environment.world_size, check=check))
+
+
+def _environment(config: RFTConfig) -> TorchrunEnvironment:
+    """Of the launcher, or of the ranks that a dry run plans for."""
+    if config.plan_ranks is None:
+        return TorchrunEnvironment.from_environ()
+    local = min(config.plan_ranks, config.plan_ranks_per_node)
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": config.plan_ranks, "LOCAL_WORLD_SIZE": local}
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    return TorchrunEnvironment.from_environ({name: str(value) for name, value in variables.items()} | place)
+
+
+def _run_checks(config: RFTConfig) -> list[Callable[[], object]]:
+    """Checks of what a run finds on this machine."""
+    return [
+        lambda: _check_extras(config),
+        lambda: check_resume(config),
+        lambda: check_output(config),
+        *(partial(check_model_folder, folder) for folder in _model_folders(config)),
+    ]
 
 
 def _setting_checks(config: RFTConfig, environment: TorchrunEnvironment) -> list[Callable[[], object]]:
@@ -86,11 +95,13 @@ def _setting_checks(config: RFTConfig, environment: TorchrunEnvironment) -> list
         lambda: _check_sharding(config, environment.world_size),
         lambda: check_combination(
             backend="fsdp" if config.fsdp else "deepspeed",
-            weights="lora_merged" if config.lora_rank else "full",
+            weights="full" if not config.lora_rank else "lora_adapter" if config.sends_adapter_only else "lora_merged",
             engine=config.engine_type,
             modality="text",
         ),
+        lambda: _check_adapter_rank(config),
         lambda: _check_average(config),
+        lambda: _check_warm_start(config, environment.world_size),
     ]
 
 
@@ -98,23 +109,56 @@ def _model_folders(config: RFTConfig) -> list[str]:
     return [folder for folder in (config.pretrain, config.critic_pretrain, config.teacher) if folder is not None]
 
 
-def _raise_all(checks: Sequence[Callable[[], object]]) -> None:
-    problems = []
+def with_further_problems(error: BaseException) -> BaseException:
+    """`error` with what else is wrong with the settings; as it is where it is not about settings of a run.
+
+    Settings that cannot be made say what is wrong with each of them. What is wrong with them together, with the number
+    of ranks or with folders is found all the same, so that one launch names everything.
+    """
+    config = getattr(error, "settings", None)
+    if not isinstance(config, RFTConfig):
+        return error
+    known = str(error).splitlines()
+    try:
+        environment = _environment(config)
+    except DistError as problem:
+        return ConfigurationError("\n".join([*known, str(problem)]))
+    checks = _setting_checks(config, environment)
+    if not config.dry_run:
+        checks += _run_checks(config)
+    # A check may stumble over a value that is reported already.
+    found = _problems(checks, stumbling=(TypeError, ArithmeticError, LookupError, AttributeError))
+    reported = {line.split(" ")[0] for line in known}
+    return ConfigurationError("\n".join([*known, *(line for line in found if line.split(" ")[0] not in reported)]))
+
+
+def _problems(checks: Sequence[Callable[[], object]], *, stumbling: tuple[type[Exception], ...] = ()) -> list[str]:
+    """One line for each problem. A check raises one problem or yields several."""
+    problems: list[str] = []
     for check in checks:
         try:
-            check()
+            found = check()
+            if isinstance(found, Iterator):
+                problems += found
         except (ValueError, NotImplementedError) as problem:
-            problems.append(str(problem))
+            problems += str(problem).splitlines()
+        except stumbling:
+            continue
+    return problems
+
+
+def _raise_all(checks: Sequence[Callable[[], object]]) -> None:
+    problems = _problems(checks)
     if problems:
         raise ConfigurationError("\n".join(problems))
 
 
-def _check_layout(config: RFTConfig, environment: TorchrunEnvironment) -> None:
+def _check_layout(config: RFTConfig, environment: TorchrunEnvironment) -> Iterator[str]:
     ParallelLayout(
         environment.world_size, config.engine_tp_size, local_world_size=environment.local_world_size
     ).tp_groups()
     if config.engine_type == "hf" and config.engine_tp_size > 1:
-        raise UnsupportedCombination(
+        yield (
             f"engine_tp_size {config.engine_tp_size} and engine_type 'hf' do not work together: the embedded engine is "
             "whole on each rank; use --engine_tp_size 1, or --engine_type vllm"
         )
@@ -136,66 +180,66 @@ def _check_sharing(config: RFTConfig, world_size: int) -> None:
         raise UnsupportedCombination(f"share_engine_weights does not work with {'; '.join(reasons)}")
 
 
-def _check_batches(config: RFTConfig, world_size: int) -> None:
+def _check_batches(config: RFTConfig, world_size: int) -> Iterator[str]:
     if config.rollout_batch_size % world_size:
-        raise ConfigurationError(
+        yield (
             f"rollout_batch_size is {config.rollout_batch_size}, which {world_size} ranks do not divide: "
             f"give a multiple of {world_size}"
         )
     if config.train_batch_size is not None and config.train_batch_size % world_size:
-        raise ConfigurationError(
+        yield (
             f"train_batch_size is {config.train_batch_size}, which {world_size} ranks do not divide: "
             f"give a multiple of {world_size}"
         )
 
 
-def _check_estimator(config: RFTConfig) -> None:
+def _check_estimator(config: RFTConfig) -> Iterator[str]:
     estimator = AdvantageEstimator.get(config.advantage_estimator)
     estimator.check(group_size=config.n_samples_per_prompt, has_teacher=config.teacher is not None)
     if config.teacher is not None and not estimator.needs_teacher:
-        raise UnsupportedCombination(
+        yield (
             f"teacher {config.teacher!r} and advantage_estimator {estimator.name!r} do not work together: only "
             "'on_policy_distillation' reads a teacher"
         )
     for name in ("critic_pretrain", "critic_warmup_steps"):
         if getattr(config, name) and not estimator.needs_critic:
-            raise UnsupportedCombination(
+            yield (
                 f"{name} {getattr(config, name)!r} and advantage_estimator {estimator.name!r} do not work together: it "
                 "has no critic; use --advantage_estimator gae"
             )
     is_norm = estimator.name in ("group_norm", "grpo", "on_policy_distillation")
     for name, own in (("advantage_std", "sample"), ("advantage_scale", "group")):
         if getattr(config, name) != own and not is_norm:
-            raise UnsupportedCombination(
+            yield (
                 f"{name} {getattr(config, name)!r} and advantage_estimator {estimator.name!r} do not work together: it "
                 "divides by no deviation; use group_norm"
             )
     if config.gae_lambda != 0.95 and not estimator.needs_critic:
-        raise UnsupportedCombination(
+        yield (
             f"gae_lambda {config.gae_lambda} and advantage_estimator {estimator.name!r} do not work together: use gae"
         )
 
 
-def _check_sampling(config: RFTConfig) -> None:
+def _check_sampling(config: RFTConfig) -> Iterator[str]:
     """What the engine can sample and report, so that training sees the distribution that was sampled from."""
     if config.first_token_temperature is not None and config.engine_type != "hf":
-        raise UnsupportedCombination(
+        yield (
             f"first_token_temperature {config.first_token_temperature} and engine_type {config.engine_type!r} do not "
             "work together: it has one temperature for all tokens of a response; use --engine_type hf"
         )
     if config.engine_type == "sglang" and (config.top_p < 1 or config.top_k > 0):
-        raise UnsupportedCombination(
+        yield (
             f"top_p {config.top_p}, top_k {config.top_k} and engine_type 'sglang' do not work together: it reports "
             "log-probabilities from before the truncation; use --top_p 1 --top_k 0, or another engine"
         )
     if config.temperature == 0 and config.n_samples_per_prompt > 1:
-        raise UnsupportedCombination(
+        yield (
             f"temperature 0 and n_samples_per_prompt {config.n_samples_per_prompt} do not work together: greedy "
             "responses to a prompt are all the same; raise temperature"
         )
 
 
-def _check_extras(config: RFTConfig) -> None:
+def _check_extras(config: RFTConfig) -> Iterator[str]:
     needed = [] if config.fsdp else ["deepspeed"]
     needed += [config.engine_type] if config.engine_type != "hf" else []
     needed += ["peft"] if config.lora_rank else []
@@ -205,7 +249,7 @@ def _check_extras(config: RFTConfig) -> None:
         if importlib.util.find_spec(module) is None:
             feature, requirement, otherwise = _EXTRAS[module]
             extra = requirement.partition("[")[2].rstrip("]")
-            raise ConfigurationError(
+            yield (
                 f"{feature} needs the extra {extra!r}: add `--extra {extra}` to `uv run`, or "
                 f"`pip install '{requirement}'`, {otherwise}"
             )
@@ -228,30 +272,36 @@ def _check_offload(config: RFTConfig) -> None:
         raise UnsupportedCombination("adam_offload and ZeRO stage 0 do not work together: use --zero_stage 1, 2 or 3")
 
 
-def _check_sharding(config: RFTConfig, world_size: int) -> None:
+def _check_sharding(config: RFTConfig, world_size: int) -> Iterator[str]:
     """Settings of one strategy with the other are refused by both names."""
     fsdp = {"fsdp_shard_size": None, "fsdp_reshard": True, "fsdp_cpu_offload": False}
     zero = {"zero_hpz_size": 1, "zero_overlap": None}
     for name, own in (zero if config.fsdp else fsdp).items():
         if getattr(config, name) != own:
             halves = ("FSDP2", "leave it out, or leave out --fsdp") if config.fsdp else ("DeepSpeed", "add --fsdp")
-            raise UnsupportedCombination(
-                f"{name} {getattr(config, name)} and {halves[0]} do not work together: {halves[1]}"
-            )
+            yield (f"{name} {getattr(config, name)} and {halves[0]} do not work together: {halves[1]}")
     if config.fsdp_cpu_offload and config.adam_offload:
-        raise UnsupportedCombination(
+        yield (
             "fsdp_cpu_offload and adam_offload do not work together: the optimiser is on the host already; "
             "leave out --adam_offload"
         )
     if config.zero_hpz_size > 1 and config.zero_stage != 3:
-        raise UnsupportedCombination(
+        yield (
             f"zero_hpz_size {config.zero_hpz_size} and ZeRO stage {config.zero_stage} do not work together: only stage "
             "3 has a secondary partition; use --zero_stage 3"
         )
     for name in ("fsdp_shard_size", "zero_hpz_size"):
         size = getattr(config, name)
         if size is not None and world_size % size:
-            raise ConfigurationError(f"{name} is {size}, which does not divide {world_size} ranks: choose a divisor")
+            yield (f"{name} is {size}, which does not divide {world_size} ranks: choose a divisor")
+
+
+def _check_adapter_rank(config: RFTConfig) -> None:
+    if config.sends_adapter_only and config.engine_type == "vllm" and config.lora_rank > LARGEST_VLLM_RANK:
+        raise UnsupportedCombination(
+            f"lora_sync adapter, lora_rank {config.lora_rank} and engine_type 'vllm' do not work together: it applies "
+            f"adapters up to rank {LARGEST_VLLM_RANK}; use --lora_sync merged"
+        )
 
 
 def _check_average(config: RFTConfig) -> None:
@@ -262,11 +312,27 @@ def _check_average(config: RFTConfig) -> None:
         )
 
 
-def _check_required(config: RFTConfig) -> None:
+def _check_warm_start(config: RFTConfig, world_size: int) -> Iterator[str]:
+    if not config.warm_starts:
+        return
+    if config.warm_start_batch_size % world_size:
+        yield (
+            f"warm_start_batch_size is {config.warm_start_batch_size}, which {world_size} ranks do not divide: "
+            f"give a multiple of {world_size}"
+        )
+    source, own = config.resume_from, config.output_dir.resolve()
+    if source is not None and own not in source.resolve().parents:
+        yield (
+            f"resume_from {source} and a warm start do not work together: the checkpoint has one behind it; leave out "
+            "the --warm_start flags and give --pretrain the folder warm_start of the run that it is from"
+        )
+
+
+def _check_required(config: RFTConfig) -> Iterator[str]:
     if config.pretrain is None:
-        raise ConfigurationError("pretrain is not set: give --pretrain, or a --recipe that sets it")
+        yield ("pretrain is not set: give --pretrain, or a --recipe that sets it")
     if config.dataset is None and not config.blend:
-        raise ConfigurationError("dataset is not set: give --dataset or --blend, or a --recipe that sets one")
+        yield ("dataset is not set: give --dataset or --blend, or a --recipe that sets one")
 
 
 def check_output(config: RFTConfig) -> None:
@@ -304,3 +370,5 @@ def claim_output(config: RFTConfig) -> None:
     if config.overwrite and config.resume_from is None and config.output_dir.is_dir():
         shutil.rmtree(config.output_dir)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    # From now on the folder is known as a run's, also if this one ends before its first step.
+    (config.output_dir / RUN_MARKER).write_text(json.dumps(config.as_dict(), indent=1))

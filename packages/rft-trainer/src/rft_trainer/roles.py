@@ -51,7 +51,7 @@ def prepare_critic(config: RFTConfig, strategy: Strategy, model_folder: str) -> 
     if not AdvantageEstimator.get(config.advantage_estimator).needs_critic:
         return None
     folder = model_folder if config.critic_pretrain is None else checkpoint_folder(config.critic_pretrain)
-    critic = Critic(load_causal_model(folder))
+    critic = Critic(load_causal_model(folder, deferred=config.fsdp))
     if config.gradient_checkpointing:
         critic.checkpoint_activations()
     return strategy.prepare(critic, config.critic_optimizer(), role="critic")
@@ -71,4 +71,5 @@ def scoring_options(config: RFTConfig) -> dict[str, Any]:
 
 
 def _scorer(config: RFTConfig, folder: str, dtype: torch.dtype) -> Actor:
-    return Actor(load_causal_model(folder, dtype=dtype), **scoring_options(config))
+    # ZeRO cuts up what is there; FSDP2 reads each block when it shards it.
+    return Actor(load_causal_model(folder, dtype=dtype, deferred=config.fsdp), **scoring_options(config))

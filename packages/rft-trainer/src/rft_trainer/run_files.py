@@ -33,7 +33,7 @@ def rollout_keeper(
     total = int(config.rollouts_max_mib * 2**20) // world_size
     writer = RolloutWriter(
         config.output_dir / "rollouts",
-        max_step_bytes=min(total, max(total // config.max_steps, LEAST_STEP_BYTES)),
+        max_step_bytes=min(total, max(total // max(1, config.max_steps), LEAST_STEP_BYTES)),
         max_total_bytes=total,
         name=f"rank{rank}",
     )
@@ -84,9 +84,10 @@ def _numbers(values: Tensor | None) -> tuple[float, ...]:
 
 
 def finished_steps(config: RFTConfig, resumed: TrainerState | None) -> int | None:
-    """Steps whose logs stay; -1: none of those of a run that ended before its first checkpoint; None: a new run."""
+    """Steps whose logs stay; -1: none, where the run begins again before its first step; None: a new run."""
     if resumed is not None:
-        return resumed.step
+        # The evaluation before the first step is made again.
+        return resumed.step or -1
     return -1 if config.resume == "auto" else None
 
 
@@ -112,9 +113,14 @@ def _is_finished(line: str, finished: int) -> bool:
         return False
 
 
+def write_config(config: RFTConfig) -> None:
+    """The resolved configuration beside the run's files, which `--config` reads again."""
+    (config.output_dir / RUN_MARKER).write_text(json.dumps(config.as_dict(), indent=1), encoding="utf-8")
+
+
 def make_loggers(config: RFTConfig, finished: int | None) -> list[MetricLogger]:
     """The loggers of the configuration; its values are written beside the metrics. For the first rank alone."""
-    (config.output_dir / RUN_MARKER).write_text(json.dumps(config.as_dict(), indent=1))
+    write_config(config)
     loggers: list[MetricLogger] = [JsonlLogger(config.output_dir / "metrics.jsonl", resume_after=finished)]
     if config.tensorboard:
         loggers.append(TensorBoardLogger(config.output_dir / "tensorboard", resume_after=finished))

@@ -14,6 +14,7 @@ from rft_trainer.checkpoint import CheckpointStore, RetentionPolicy, TrainerStat
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import BlendedDataset, BlendSampler, EncodedPrompt, Sampler
 from rft_trainer.errors import ConfigurationError
+from rft_trainer.evaluators import make_evaluator
 from rft_trainer.experience.credit import CreditAssigner, CreditConfig
 from rft_trainer.experience.dynamic import DynamicSampling, GroupFilter
 from rft_trainer.experience.experience import Collator
@@ -21,17 +22,18 @@ from rft_trainer.experience.maker import FastExperienceMaker
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
 from rft_trainer.experience.partial import PartialRollouts
 from rft_trainer.experience.rollouts import Rollouts
-from rft_trainer.memory.build import phase_memory
+from rft_trainer.memory.build import StagedMemory, phase_memory
+from rft_trainer.memory.forecast import AVERAGE, EXPERIENCES
 from rft_trainer.models import Actor
 from rft_trainer.report import Column, Console, LoggerGroup
 from rft_trainer.roles import scoring_options
 from rft_trainer.run_files import drop_later_files, finished_steps, make_loggers, rollout_keeper
 from rft_trainer.strategy import Strategy, TrainState
 from rft_trainer.trainer.averaging import WeightAverage
-from rft_trainer.trainer.evaluation import Evaluator, three_extractors
 from rft_trainer.trainer.ppo import CRITIC_FOLDER, PPOTrainer
 from rft_trainer.trainer.rates import Rates, peak_flops
 from rft_trainer.trainer.update import ImportanceConfig, PolicyUpdate, UpdateConfig
+from rft_trainer.trainer.wall_clock import WallClockGuard
 
 STEP_COLUMNS = (
     Column("rollout/reward", "reward"),
@@ -72,6 +74,8 @@ class Ingredients:
     held_out: Sequence[EncodedPrompt] | Mapping[str, Sequence[EncodedPrompt]]
     """One set, or several by name."""
     rewards: RewardComputationEngine
+    started: float | None = None
+    """`time.perf_counter()` at the run's start, from which `max_seconds` counts; None: when the trainer is made."""
 
 
 def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredients) -> PPOTrainer:
@@ -127,16 +131,28 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
         logger=LoggerGroup(make_loggers(config, finished) if data.rank == 0 else ()),
         progress=progress,
         keep_rollouts=rollout_keeper(config, tokenizer=ingredients.tokenizer, rank=data.rank, world_size=data.size),
-        memory=phase_memory(config, strategy, trained=ingredients.trained(), frozen=ingredients.frozen()),
+        guard=WallClockGuard(config.max_seconds, started=ingredients.started),
+        memory=_memory(config, strategy, ingredients, maker, average),
     )
     if resumed is not None:
         trainer.resume(resumed)
     return trainer
 
 
+def _memory(
+    config: RFTConfig,
+    strategy: Strategy,
+    ingredients: Ingredients,
+    maker: FastExperienceMaker,
+    average: WeightAverage | None,
+) -> StagedMemory:
+    beside = {EXPERIENCES: maker.tensors} | ({} if average is None else {AVERAGE: average.tensors})
+    return phase_memory(config, strategy, trained=ingredients.trained(), frozen=ingredients.frozen(), beside=beside)
+
+
 def _sampler(config: RFTConfig, strategy: Strategy, prompts: Sequence[EncodedPrompt]) -> Sampler:
     if not isinstance(prompts, BlendedDataset):
-        return strategy.build_sampler(len(prompts), config.rollout_batch_size)
+        return strategy.build_sampler(len(prompts), config.rollout_batch_size, drop_last=config.drop_last)
     return BlendSampler(
         prompts.sizes,
         prompts.weights,
@@ -331,38 +347,6 @@ def update_config(config: RFTConfig) -> UpdateConfig:
         keep_groups=config.share_prompts,
         group_size=config.n_samples_per_prompt,
         seed=config.seed,
-    )
-
-
-def make_evaluator(
-    config: RFTConfig,
-    strategy: Strategy,
-    maker: FastExperienceMaker,
-    held_out: Sequence[EncodedPrompt] | Mapping[str, Sequence[EncodedPrompt]],
-) -> Evaluator | None:
-    """The evaluator of a run; None without a held-out set."""
-    if not held_out:
-        return None
-    return Evaluator(
-        sets=held_out if isinstance(held_out, Mapping) else {"": held_out},
-        sampling=evaluation_sampling(config),
-        maker=maker,
-        data=strategy.data,
-        extractors=three_extractors() if config.eval_extractors else (),
-        pass_at=config.eval_pass_at,
-        majority=config.eval_majority,
-        folder=config.output_dir / "evaluation",
-    )
-
-
-def evaluation_sampling(config: RFTConfig) -> SamplingParams:
-    """The evaluation's own sampling."""
-    return SamplingParams(
-        n=config.eval_samples,
-        temperature=config.eval_temperature,
-        top_p=config.eval_top_p,
-        top_k=config.eval_top_k,
-        max_new_tokens=config.eval_max_len or config.generate_max_len,
     )
 
 

@@ -150,3 +150,46 @@ def test_a_knob_that_the_other_settings_or_a_missing_extra_forbid_is_not_advised
     averaged = settings(folder, fsdp=False, zero_stage=2, ema_decay=0.9)
     assert "with --fsdp" in dry_run(averaged)
     assert "with --zero_stage 3" not in dry_run(averaged)
+
+
+SMALL = {**QWEN_72B, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
+SMALL |= {"num_key_value_heads": 8, "vocab_size": 1024}
+SMALL_NUMEL = 2 * 1024 * 512 + 2 * (4 * 512 * 512 + 3 * 512 + 3 * 512 * 1024 + 2 * 512) + 512
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    made = tmp_path_factory.mktemp("small")
+    (made / "config.json").write_text(json.dumps(SMALL))
+    return str(made)
+
+
+def test_the_weight_average_and_the_replay_buffer_by_hand(small):
+    plain = make_plan(settings(small), ranks=64).forecast
+    assert "weight average" not in plain.phases["update"]
+    assert "experiences" not in plain.phases["update"]
+    kept = make_plan(settings(small, ema_decay=0.99, replay_on_device=True), ranks=64).forecast
+    # Every phase holds the fp32 average of this rank's shards; all first dimensions are multiples of 64.
+    assert {row["weight average"] for row in kept.phases.values()} == {4 * SMALL_NUMEL // 64}
+    config = settings(small)
+    # 1,024 responses over 64 ranks. A response token: id and version 8 each, mask 1, seven columns of 4; a prompt's: 8.
+    expected = 16 * (8 * config.prompt_max_len + 45 * config.generate_max_len)
+    assert kept.phases["update"]["experiences"] == expected
+    assert "experiences" not in kept.phases["generate"]
+    assert kept.total("update") == plain.total("update") + 4 * SMALL_NUMEL // 64 + expected
+    # ZeRO below stage 3 averages whole weights on each rank.
+    zero = make_plan(settings(small, fsdp=False, zero_stage=2, ema_decay=0.99), ranks=64).forecast
+    assert zero.phases["generate"]["weight average"] == 4 * SMALL_NUMEL
+    on_host = make_plan(settings(small, fsdp_cpu_offload=True, ema_decay=0.99), ranks=64).forecast
+    assert "weight average" not in on_host.phases["update"]
+
+
+def test_an_adapter_alone_is_what_an_update_sends(small):
+    merged = make_plan(settings(small, lora_rank=16, lora_sync="merged"), ranks=64).forecast
+    alone = make_plan(settings(small, lora_rank=16, lora_sync="adapter"), ranks=64).forecast
+    assert merged.sync_bytes == 2 * SMALL_NUMEL
+    # q, k, v, o; gate and up; down.
+    factors = 2 * 16 * (4 * (512 + 512) + 2 * (512 + 1024) + (1024 + 512))
+    assert alone.sync_bytes == 2 * factors
+    # vLLM keeps its weights on the host while it sleeps.
+    assert alone.host_bytes == merged.host_bytes + 2 * SMALL_NUMEL // 8

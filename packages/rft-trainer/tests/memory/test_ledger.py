@@ -5,7 +5,7 @@ import json
 import torch
 
 from rft_trainer.memory import plan_placement
-from rft_trainer.memory.ledger import MIB, MemoryLedger, common_pool
+from rft_trainer.memory.ledger import MIB, MemoryLedger, common_pool, unowned
 
 PLAN = plan_placement(
     trained=("actor",),
@@ -73,3 +73,23 @@ def test_private_pools_and_other_devices_are_left_out():
     assert common_pool(segments, 0) == (22, 13)
     assert common_pool(segments, 1) == (70, 7)
     assert common_pool(segments, 2) == (0, 0)
+
+
+def test_the_engine_has_rows_of_its_own(tmp_path):
+    said = {"engine weights": 2 * MIB, "kv cache": 5 * MIB, "cuda graphs": MIB}
+    book = ledger({"actor": MIB, "experiences": 0}, tmp_path, engine=lambda: said)
+    entry = book.end("generate")
+    assert entry.measured == {"actor": MIB, "experiences": 0, **said}
+    assert entry.peak == 9 * MIB
+    said = {}
+    assert book.end("update").measured == {"actor": MIB, "experiences": 0}
+    # The table keeps every column, empty where an owner said nothing.
+    assert book.table().splitlines()[-1].split() == ["update", "1.0", "1.0", "0.0", "0.0", "0.0", "0.0"]
+
+
+def test_what_nobody_owns_by_hand():
+    # 100 in use; the common pool has 40 of them, 30 in tensors; the engine's 25 lie in a private pool that torch
+    # counts with 50, because 25 of it sleep: 100 - 40 - 25 are contexts, workspaces and other processes.
+    assert unowned(100, 40, 30, in_pools=50, engine=25) == {"allocator slack": 10, "other device memory": 35}
+    # An engine in the common pool is in the 30 already.
+    assert unowned(100, 40, 30, in_pools=0, engine=25) == {"allocator slack": 10, "other device memory": 60}

@@ -45,6 +45,9 @@ def test_a_phase_that_the_plan_does_not_know_finds_every_model_there():
     ("changes", "owner", "phase", "expected"),
     [
         ({"offload_trained": True}, "actor", "generate", HOST),
+        # What CPUOffloadPolicy places is never moved by hand, and not missed where it lies.
+        ({"offload_trained": True, "fsdp": True, "fsdp_cpu_offload": True}, "actor", "generate", ANY),
+        ({"offload_trained": True, "fsdp": True, "fsdp_cpu_offload": True}, "actor optimiser", "generate", ANY),
         ({"offload_frozen": True}, "reference", "update", HOST),
         ({"adam_offload": True, "fsdp": True}, "actor optimiser", "rewards", HOST),
         ({"adam_offload": True, "fsdp": False}, "actor optimiser", "rewards", ANY),

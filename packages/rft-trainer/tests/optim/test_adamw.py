@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from rft_trainer.errors import ConfigurationError
-from rft_trainer.optim import AdamWConfig, build_adamw, freeze_prefixes, parameter_groups
+from rft_trainer.optim import AdamWConfig, begin_state, build_adamw, freeze_prefixes, parameter_groups
 
 
 class Small(nn.Module):
@@ -77,3 +77,29 @@ def test_nothing_to_train_raises():
 def test_numbers_out_of_range_name_themselves(changes, message):
     with pytest.raises(ConfigurationError, match=message):
         AdamWConfig(**changes)
+
+
+def test_a_state_that_is_begun_counts_no_step_and_changes_none():
+    """Torch's checkpoint functions would make it by a step that is counted."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    def stepped(prepare):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(3, 2)
+        optimizer = build_adamw(layer, AdamWConfig(lr=0.1, weight_decay=0.1))
+        prepare(layer, optimizer)
+        for _ in range(2):
+            layer(torch.ones(1, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([parameter.detach().flatten() for parameter in layer.parameters()])
+
+    def read(layer, optimizer):
+        begin_state(optimizer)
+        assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
+        _, found = get_state_dict(layer, optimizer)
+        assert {float(state["step"]) for state in found["state"].values()} == {0.0}
+
+    plain = stepped(lambda layer, optimizer: None)
+    assert torch.equal(stepped(read), plain)
+    assert not torch.equal(stepped(get_state_dict), plain)  # what the function is for

@@ -1,11 +1,13 @@
 """The report of a run: complete, within its bounds, inert, and working in a browser."""
 
+import base64
 import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import xml.etree.ElementTree
+import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -42,16 +44,21 @@ class Scripts(HTMLParser):
         self.tags.append(tag)
 
 
+def unpacked(text):
+    """The groups of a page, as its script reads them."""
+    lines = text.partition('id="packed">\n')[2].partition("\n</script>")[0].splitlines()
+    return [json.loads(zlib.decompress(base64.b64decode(line), wbits=-15)) for line in lines]
+
+
 def test_the_page_holds_every_response_and_loads_nothing(run):
     text = (run / "report.html").read_text()
     parser = Scripts()
     parser.feed(text)
-    assert parser.tags.count("script") == 3
+    assert parser.tags.count("script") == 4
     assert "img" not in parser.tags
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", text)
-    rows = text.partition('id="rows">\n')[2].partition("\n</script>")[0].splitlines()
-    assert len(rows) == 3 * 4 * 4
-    found = [json.loads(row) for row in rows]
+    found = [row for group in unpacked(text) for row in group]
+    assert len(found) == 3 * 4 * 4
     assert found[0]["response"] == pages.HOSTILE
     assert {row["step"] for row in found} == {1, 2, 3}
     assert "<title>a &lt;b&gt; run</title>" in text
@@ -113,7 +120,7 @@ def test_a_hostile_response_is_text(run):
     shown = page.partition('class="tokens"')[2].partition("</article>")[0]
     assert ">&lt;</span>" in shown  # its first token, as text
     assert "<img" not in shown
-    assert page.count("<script") == 3
+    assert page.count("<script") == 4
 
 
 @needs_browser

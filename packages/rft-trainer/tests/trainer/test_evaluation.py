@@ -182,3 +182,17 @@ def test_settings_of_an_evaluation_are_checked():
     ]:
         with pytest.raises(ConfigurationError, match=message):
             RFTConfig(**changes)
+
+
+def test_a_greedy_pass_stands_beside_the_sampled_one_and_changes_nothing_in_it(tmp_path):
+    sampled = SamplingParams(n=2, temperature=1.0, max_new_tokens=50)
+    data = AloneDataParallel()
+    alone = evaluator(data, sampling=sampled, pass_at=(1, 2))[0].evaluate(3)
+    both = evaluator(data, tmp_path, sampling=sampled, pass_at=(1, 2), greedy=True)[0].evaluate(3)
+    assert {name: value for name, value in both.items() if not name.startswith("eval/greedy/")} == alone
+    greedy = evaluator(data)[0].evaluate(3)
+    assert both["eval/greedy/accuracy_flexible"] == greedy["eval/accuracy_flexible"]
+    # one greedy response to an item estimates no pass@2
+    assert "eval/greedy/accuracy_flexible_pass_at_1" in both
+    assert "eval/greedy/accuracy_flexible_pass_at_2" not in both
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["eval_000003.rank0.jsonl", "greedy_000003.rank0.jsonl"]

@@ -104,6 +104,12 @@ class WaveCache(Cache):
             if shared:
                 layer.fill(rows, self.end - (length - shared), keys[:, :, :shared], values[:, :, :shared])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        buffers = [buffer for layer in self._own for buffer in (layer.keys, layer.values) if buffer is not None]
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
     def compact(self, sources: Sequence[int], targets: Sequence[int], active: int) -> None:
         """Move rows `sources` into `targets`; `active` rows remain."""
         if sources:

@@ -54,6 +54,8 @@ class Decoder:
         self.model = model
         self.device = next(model.parameters()).device
         self._prefill_tokens = prefill_tokens
+        self.largest_cache = 0
+        """Bytes of the largest wave's buffers so far."""
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         config: Any = model.config
         kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
@@ -141,6 +143,7 @@ class Decoder:
                 for row in rows[place * samples : (place + 1) * samples]:
                     row.position_offset = offsets[number]
         assert cache is not None
+        self.largest_cache = max(self.largest_cache, cache.nbytes)
         return torch.cat(logits).repeat_interleave(samples, dim=0), cache
 
     def step(self, rows: Sequence[Row], cache: WaveCache) -> Tensor:

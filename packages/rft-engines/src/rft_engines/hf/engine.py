@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rft_engines.contract import SleepContract, SleepLevel, sleep_contract
+from rft_engines.contract import KV_CACHE, WEIGHTS, SleepContract, SleepLevel, sleep_contract
 from rft_engines.end_tokens import end_token_ids
 from rft_engines.generation import Generation, GenerationRequest, check_requests, sample_id
 from rft_engines.hf.attention import grouped_decode, inference
@@ -93,6 +93,7 @@ class HFEngine(ManagedEngine):
         self._prefill_tokens = prefill_tokens
         self._seed = seed
         self._calls = 0
+        self._largest_cache = 0
         self._storage = ParameterStorage(self._model)
 
     @property
@@ -148,6 +149,7 @@ class HFEngine(ManagedEngine):
             for wave in waves:
                 wave_rows = [row for place in wave.places for row in rows[place]]
                 decode_wave(decoder, wave, wave_rows, sampling=sampling, stops=stops, budget=budget)
+                self._largest_cache = max(self._largest_cache, decoder.largest_cache)
         return [
             row.generation(sample_id(request, row.place), sampling, self.weights_version)
             for request, own in zip(requests, rows, strict=True)
@@ -160,6 +162,10 @@ class HFEngine(ManagedEngine):
     def _restore(self, tags: Sequence[str]) -> None:
         if "weights" in tags:
             self._storage.restore()
+
+    def _held(self) -> Mapping[str, int]:
+        largest, self._largest_cache = self._largest_cache, 0
+        return {WEIGHTS: self._storage.resident_bytes(), KV_CACHE: largest}
 
     def _memory_in_use(self) -> Mapping[str, int]:
         weights = self._storage.resident_bytes()

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from rft_engines.config import EngineConfig
+from rft_engines.errors import UnsupportedCombinationError
 
 # vLLM wants a number above 0.
 _NO_SHARE = 0.01
+# What vLLM accepts for max_lora_rank.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -19,6 +22,9 @@ def engine_arguments(config: EngineConfig, *, seed: int, launched: bool, on_cpu:
         seed: of this rank's engine, equal in a TP group.
         launched: whether ranks of a launcher (torchrun) build the engine together.
         on_cpu: vLLM has no sleep mode there, and its kernels are not captured.
+
+    Raises:
+        UnsupportedCombinationError: adapters of a rank that vLLM does not know.
     """
     arguments: dict[str, Any] = {
         "model": config.model_path,
@@ -44,6 +50,8 @@ def engine_arguments(config: EngineConfig, *, seed: int, launched: bool, on_cpu:
         arguments["gpu_memory_utilization"] = _NO_SHARE
     if config.max_rows is not None:
         arguments["max_num_seqs"] = config.max_rows
+    if config.lora_rank:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _lora_rank(config.lora_rank)}
     if not config.load_weights:
         arguments["load_format"] = "dummy"
     if not any((Path(config.model_path) / name).is_file() for name in _TOKENIZER_FILES):
@@ -53,6 +61,17 @@ def engine_arguments(config: EngineConfig, *, seed: int, launched: bool, on_cpu:
     elif config.enable_sleep:
         arguments["enable_sleep_mode"] = True
     return arguments | dict(config.options)
+
+
+def _lora_rank(wanted: int) -> int:
+    """The smallest rank that vLLM can be built for and that holds `wanted`."""
+    fitting = [rank for rank in _LORA_RANKS if rank >= wanted]
+    if not fitting:
+        raise UnsupportedCombinationError(
+            f"engine 'vllm' and lora_rank={wanted}: it applies adapters up to rank {_LORA_RANKS[-1]}, give 0 and send "
+            "merged weights"
+        )
+    return fitting[0]
 
 
 def engine_environment(*, on_cpu: bool) -> Mapping[str, str]:

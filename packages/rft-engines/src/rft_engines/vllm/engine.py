@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from rft_engines.memory import cuda_memory_in_use
 from rft_engines.sampling import SamplingParams
 from rft_engines.seeds import request_seed, sample_seed
 from rft_engines.vllm.arguments import engine_arguments, engine_environment
+from rft_engines.vllm.held import read_memory
 from rft_engines.vllm.shutdown import kept_process_group
 from rft_engines.vllm.stepping import CoreStepper, StepOutput, Stepper, TextStepper
 
@@ -80,6 +82,7 @@ class VLLMEngine(ManagedEngine):
         further = SimpleNamespace(**model_config.try_get_generation_config())
         self._eos = end_token_ids(model_config.hf_text_config, tokenizer, further)
         self._calls = 0
+        self._adapter: Any = None
         self._live: dict[str, _Partial] = {}
         self._stepper: Stepper = CoreStepper(self._llm.llm_engine)
 
@@ -92,6 +95,10 @@ class VLLMEngine(ManagedEngine):
     def native(self) -> Any:
         """The `vllm.LLM`."""
         return self._llm
+
+    def use_adapter(self, adapter: Any) -> None:
+        """Generate with this `LoRARequest`, which a weight update has loaded, from now on; without one for None."""
+        self._adapter = adapter
 
     def _native_sampling(self, sampling: SamplingParams, budget: int, seed: int) -> Any:
         from vllm import SamplingParams as NativeSampling
@@ -129,7 +136,7 @@ class VLLMEngine(ManagedEngine):
             for index in range(sampling.n):
                 partial = _Partial(request, place, index)
                 native = self._native_sampling(sampling, budget, sample_seed(seed, index))
-                self._live[self._stepper.submit(f"{call}-{place}-{index}", prompt, native)] = partial
+                self._live[self._stepper.submit(f"{call}-{place}-{index}", prompt, native, self._adapter)] = partial
                 partials.append(partial)
         return partials
 
@@ -211,6 +218,11 @@ class VLLMEngine(ManagedEngine):
         if self._sleep_mode:
             for tag in tags:
                 self._llm.wake_up(tags=[tag])
+
+    def _held(self) -> Mapping[str, int]:
+        found: dict[str, int] = {}
+        self._llm.collective_rpc(partial(read_memory, found))
+        return found
 
     def _memory_in_use(self) -> Mapping[str, int]:
         if not self._sleep_mode:

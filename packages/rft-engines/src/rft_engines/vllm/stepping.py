@@ -30,8 +30,8 @@ class StepOutput(NamedTuple):
 class Stepper(Protocol):
     """One way of driving `vllm.v1.engine.llm_engine.LLMEngine`, for the length of one generate call."""
 
-    def submit(self, name: str, prompt: dict[str, Any], sampling: Any) -> str:
-        """Queue one sample; the key its outputs and `drop` go by."""
+    def submit(self, name: str, prompt: dict[str, Any], sampling: Any, adapter: Any = None) -> str:
+        """Queue one sample, under a LoRARequest where one is given; the key its outputs and `drop` go by."""
         ...
 
     def step(self) -> Iterator[StepOutput]:
@@ -53,9 +53,9 @@ class CoreStepper:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def submit(self, name: str, prompt: dict[str, Any], sampling: Any) -> str:
+    def submit(self, name: str, prompt: dict[str, Any], sampling: Any, adapter: Any = None) -> str:
         """See `Stepper`; the key is vLLM's internal id."""
-        return str(self._engine.add_request(name, prompt, sampling))
+        return str(self._engine.add_request(name, prompt, sampling, lora_request=adapter))
 
     def step(self) -> Iterator[StepOutput]:
         """See `Stepper`."""
@@ -95,9 +95,9 @@ class TextStepper:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def submit(self, name: str, prompt: dict[str, Any], sampling: Any) -> str:
+    def submit(self, name: str, prompt: dict[str, Any], sampling: Any, adapter: Any = None) -> str:
         """See `Stepper`; the key is the name."""
-        self._engine.add_request(name, prompt, sampling)
+        self._engine.add_request(name, prompt, sampling, lora_request=adapter)
         return name
 
     def step(self) -> Iterator[StepOutput]:

@@ -5,12 +5,20 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from rft_sync.errors import EngineNotReady, IncompleteGroup, ManifestMismatch, ShapeMismatch, UnknownTensor
+from rft_sync.errors import (
+    EngineNotReady,
+    IncompleteGroup,
+    ManifestMismatch,
+    ShapeMismatch,
+    UnknownTensor,
+    UnsupportedCombination,
+)
 from rft_sync.fusion import fused_groups
 from rft_sync.live import tensor_trace
 from rft_sync.manifest import Manifest
 from rft_sync.parameters import Bucket, ParamMeta
 from rft_sync.receivers.destination import Destination, destinations, tied_names
+from rft_sync.receivers.layer_adapter import LayerAdapter
 from rft_sync.receivers.protocol import UpdateSession
 from rft_sync.receivers.replay import LiveCopies, Replay
 from rft_sync.scan import Piece
@@ -20,7 +28,8 @@ class ModuleReceiver:
     """Writes into the parameters and persistent buffers of `module`, in place and in the module's own dtypes.
 
     The module may be wrapped, tied, or of another dtype than the trainer's; stacked experts are written through
-    views. Parameter identity is kept, so compiled code and CUDA graphs stay good.
+    views. Parameter identity is kept, so compiled code and CUDA graphs stay good. An adapter is applied by hooks behind
+    the linear layers that it adapts, until full weights come.
 
     Args:
         module: The engine's module; this process holds it whole.
@@ -43,6 +52,7 @@ class ModuleReceiver:
         self._sent: dict[str, tuple[int, ...]] = {}
         self._copies = LiveCopies()
         self._written: tuple[int, ...] = ()
+        self._adapter = LayerAdapter(module)
         self.session = UpdateSession(f"ModuleReceiver({type(module).__name__})")
 
     def expected(self) -> tuple[ParamMeta, ...]:
@@ -70,6 +80,7 @@ class ModuleReceiver:
         self._module = None
         self._places = {}
         self._copies.forget()
+        self._adapter.drop()
 
     def start(self, manifest: Manifest) -> None:
         """Compare `manifest` with the module.
@@ -80,12 +91,14 @@ class ModuleReceiver:
             IncompleteGroup: A fused group that comes in part.
             ShapeMismatch: Sizes, or integer against floating point.
             ManifestMismatch: The module ties two tensors that are sent as different ones.
+            UnsupportedCombination: An adapter that cannot be applied behind linear layers.
         """
         if self._module is None:
             raise EngineNotReady("the receiving module is gone (closed); connect a new one")
         self.session.require_full(manifest)
-        if manifest.kind != "full":
-            raise UnknownTensor("ModuleReceiver takes full weights; merge the adapter (MergedLoRASource)")
+        if manifest.kind == "adapter":
+            self._start_adapter(manifest)
+            return
         trace = tensor_trace(self._module)
         if trace != self._trace:  # nothing of an earlier layout is remembered
             self._places, self._trace, self._checked = destinations(self._module), trace, None
@@ -95,6 +108,13 @@ class ModuleReceiver:
                 self._check_fit(meta, self._places[self._rename(meta.name)])
         self.session.open(manifest)
         self._checked = manifest
+        self._sent = {meta.name: meta.shape for meta in manifest.metadata}
+
+    def _start_adapter(self, manifest: Manifest) -> None:
+        if self._rename is not str:
+            raise UnsupportedCombination("rename and adapter-only sync: the adapter's names are those of its layers")
+        self._adapter.check(manifest)
+        self.session.open(manifest)
         self._sent = {meta.name: meta.shape for meta in manifest.metadata}
 
     def _check_names(self, manifest: Manifest) -> None:
@@ -141,12 +161,20 @@ class ModuleReceiver:
     def load(self, bucket: Bucket) -> None:
         """Copy the bucket into the module."""
         self.session.count(bucket.names)
+        if self._takes_adapter:
+            self._adapter.load(bucket)
+            return
         for name, tensor in bucket:
             target = self._places[self._rename(name)].view()
             if target.shape != tensor.shape:
                 target[tensor.shape[0] :].zero_()
                 target = target[: tensor.shape[0]]
             target.copy_(tensor)
+
+    @property
+    def _takes_adapter(self) -> bool:
+        manifest = self.session.manifest
+        return manifest is not None and manifest.kind == "adapter"
 
     def takes_live(self, metadata: Sequence[ParamMeta], tensors: Mapping[str, Tensor]) -> bool:
         """Whether all is on the module's device and rounded once on its way; not in a subclass with its own `load`."""
@@ -198,8 +226,12 @@ class ModuleReceiver:
         return target if target.shape == tensor.shape else None
 
     def finish(self, version: int) -> None:
-        """Check that everything came."""
+        """Check that everything came; full weights end the life of an adapter."""
         self.session.check_complete()
+        if self._takes_adapter:
+            self._adapter.apply()
+        else:
+            self._adapter.drop()
         self.session.close(version)
 
     def cancel(self) -> None:
@@ -216,9 +248,13 @@ class ModuleReceiver:
 
     def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Piece]:
         """The tensor in the module's dtype."""
+        if name in self._adapter.factors:
+            return (Piece(tensor, self._adapter.factors[name].dtype),)
         return (Piece(tensor, self._places[self._rename(name)].live.tensor.dtype),)
 
     def read_back(self, name: str) -> Sequence[Tensor]:
         """The rows of the live tensor that were sent."""
+        if name in self._adapter.factors:
+            return (self._adapter.factors[name],)
         live = self._places[self._rename(name)].view()
         return (live if tuple(live.shape) == self._sent[name] else live[: self._sent[name][0]],)

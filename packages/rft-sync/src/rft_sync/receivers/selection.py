@@ -37,3 +37,17 @@ def receiver_for(native: Any) -> WeightReceiver:
         f"{'/'.join(sorted(kinds - {'builtins.object'}))} and receiver_for: give a torch module, vllm.LLM, "
         "sglang.Engine or a WeightReceiver (start, load, finish, abort)"
     )
+
+
+def connected_receiver(engine: Any) -> tuple[WeightReceiver, Any]:
+    """The receiver for an engine object or a raw engine, and the object whose session is kept; None for a raw engine.
+
+    Raises:
+        EngineNotReady: The engine is gone.
+        UnsupportedCombination: No receiver fits it.
+    """
+    native = engine.native if hasattr(type(engine), "native") or hasattr(engine, "native") else engine
+    receiver = receiver_for(native)
+    if isinstance(receiver, SGLangReceiver) and hasattr(engine, "finish_weight_update"):
+        receiver.flush = False  # the engine object knows whether its KV cache is resident, and resets it
+    return receiver, None if native is engine else engine

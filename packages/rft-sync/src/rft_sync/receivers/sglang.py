@@ -54,6 +54,11 @@ class SGLangReceiver:
         return found if isinstance(found, torch.dtype) else None
 
     @property
+    def adapter(self) -> str | None:
+        """What an engine object generates with after the last update: `lora_name`."""
+        return self.lora_name
+
+    @property
     def _tp_size(self) -> int:
         return int(getattr(getattr(self._engine, "server_args", None), "tp_size", 1))
 
@@ -199,10 +204,8 @@ class SGLangReceiver:
 
 def _share_by_device_identity() -> None:
     """Handles of device memory then name the device itself and not its number, which differs between processes."""
-    try:
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-    except ImportError:  # an older place
-        from sglang.srt.patch_torch import monkey_patch_torch_reductions
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
     monkey_patch_torch_reductions()
 
 

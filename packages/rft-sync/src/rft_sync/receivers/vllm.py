@@ -105,6 +105,11 @@ class VLLMReceiver:
         dtype: torch.dtype = self._config.model_config.dtype
         return dtype
 
+    @property
+    def adapter(self) -> Any:
+        """What an engine object generates with after the last update: `lora_request`."""
+        return self.lora_request
+
     def asleep(self) -> bool:
         """Whether the weights are asleep; a KV cache that still sleeps does not count."""
         engine = self._engine()

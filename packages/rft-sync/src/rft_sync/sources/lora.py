@@ -162,11 +162,16 @@ def _merge_bias(prefix: str, base: LiveTensor, layer: Any, adapters: Sequence[st
     return ExportTensor(base.name, (base, *parts), combine)
 
 
-def _export_merged(model: nn.Module) -> tuple[list[ExportTensor], list[str]]:
+def _export_weights(model: nn.Module, *, merged: bool) -> tuple[list[ExportTensor], list[str]]:
+    """What is sent of the base model, with its adapters added or without, and the names that are left out."""
     found: list[ExportTensor] = []
     skipped: list[str] = []
     for prefix, module, layer in _walk(model):
-        adapters = _adapters(layer, prefix) if layer is not None else []
+        adapters = _adapters(layer, prefix) if layer is not None and merged else []
+        if layer is not None and not merged and layer.merged_adapters:
+            raise UnsupportedCombination(
+                f"adapters merged in place ({prefix[:-1]}) and the weights below them: call unmerge_adapter() first"
+            )
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -204,7 +209,28 @@ class MergedLoRASource(CheckpointSource):
     def __init__(self, model: nn.Module, *, dtype: DtypePolicy = None, keep_fp32: Sequence[str] = ()) -> None:
         def exports() -> tuple[Sequence[ExportTensor], Sequence[str]]:
             reshard(model)
-            return _export_merged(model)
+            return _export_weights(model, merged=True)
+
+        exports()
+        super().__init__(unwrap(model, _inner_peft), exports, dtype=dtype, keep_fp32=keep_fp32)
+
+
+class BaseWeightsSource(CheckpointSource):
+    """The weights below the adapters of a PEFT LoRA model, as if it had none: what an engine needs beside an adapter.
+
+    Args:
+        model: A PEFT model, or a wrapper of one.
+        dtype: Engine dtype, see `CheckpointSource`.
+        keep_fp32: Names never cast.
+
+    Raises:
+        UnsupportedCombination: Other adapters than LoRA, or adapters that were merged in place.
+    """
+
+    def __init__(self, model: nn.Module, *, dtype: DtypePolicy = None, keep_fp32: Sequence[str] = ()) -> None:
+        def exports() -> tuple[Sequence[ExportTensor], Sequence[str]]:
+            reshard(model)
+            return _export_weights(model, merged=False)
 
         exports()
         super().__init__(unwrap(model, _inner_peft), exports, dtype=dtype, keep_fp32=keep_fp32)

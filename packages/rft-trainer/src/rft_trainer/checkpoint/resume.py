@@ -14,6 +14,7 @@ from rft_trainer.config.plan import PlanOptions
 from rft_trainer.config.residency import ResidencyOptions
 from rft_trainer.config.rollout import RolloutOptions
 from rft_trainer.config.run import RunOptions
+from rft_trainer.config.warm_start import WarmStartOptions
 from rft_trainer.errors import CheckpointError
 
 # Groups of settings in which a resumed run may differ; what is new elsewhere must fit until it is known to be free.
@@ -25,6 +26,8 @@ _CHANGEABLE = (
     DistributionOptions,
     EvaluationOptions,
     DataOptions,
+    # What it taught is in the weights of the checkpoint.
+    WarmStartOptions,
 )
 # How the work is cut and laid out, and when a run warns or stops: they change no result.
 _FREE = frozenset(
@@ -46,7 +49,7 @@ def find_checkpoint(root: Path) -> Path | None:
     latest = root / LATEST
     candidates = complete_checkpoints(root)[::-1]
     if latest.is_file():
-        name = latest.read_text(encoding="utf-8").strip()
+        name = latest.read_text(encoding="utf-8", errors="replace").strip()
         # A kill between the two renames of a checkpoint that is written again leaves the old one under this name.
         candidates = [root / name, replaced_folder(root / name), *candidates]
     return next((folder for folder in candidates if _is_complete(folder)), None)

@@ -13,6 +13,7 @@ from rft_trainer.checkpoint.files import sync_file, write_durably
 from rft_trainer.checkpoint.manifest import MANIFEST, FileFacts, Manifest, TrainerState
 from rft_trainer.checkpoint.random_state import restore_random_state, save_random_state
 from rft_trainer.checkpoint.retention import RetentionPolicy, Stored
+from rft_trainer.checkpoint.unfinished import alone_in, marked, wait_for_marks
 from rft_trainer.errors import CheckpointError
 from rft_trainer.strategy.protocols import DataParallel
 
@@ -75,6 +76,9 @@ class CheckpointStore:
         except Exception as failure:  # noqa: BLE001 - raised on all ranks below
             error = failure
         self._together(partial, error)
+        if pending:
+            # For a rank that must complete the checkpoint without asking the others.
+            pending = [marked(pending, partial, self._data.rank)]
         # A copy: the run goes on, and the manifest is written when the shards are.
         self._writing = _Writing(deepcopy(state), partial, pending)
 
@@ -106,12 +110,39 @@ class CheckpointStore:
             error = failure
         self._together(partial, error)
         try:
-            self._record_facts(partial)
+            self._record_facts(partial, self._data.rank, self._data.size)
         except OSError as failure:
             error = failure
         self._together(partial, error)
         final = self._root / _name(writing.state.step)
         self._on_main(lambda: self._complete(writing.state, partial, final))
+        return final
+
+    def finish_alone(self, *, timeout_seconds: float = 120.0) -> Path | None:
+        """Wait for the checkpoint in the background and complete it, when other ranks may be in another call.
+
+        No communication: each rank's writing leaves a mark on the shared disk, and whoever comes first completes.
+
+        Args:
+            timeout_seconds: how long to wait for the other ranks once this one has written its part.
+
+        Raises:
+            CheckpointError: a rank could not write, or has not done so in time; earlier checkpoints stay.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        partial, final = writing.partial, self._root / _name(writing.state.step)
+        try:
+            for write in writing.pending:
+                write.result()
+            wait_for_marks(partial, self._data.size, timeout_seconds)
+            with alone_in(self._root):
+                if partial.is_dir():
+                    self._record_facts(partial, 0, 1)
+                    self._complete(writing.state, partial, final)
+        except Exception as failure:
+            raise self._failure(failure) from failure
         return final
 
     def load(
@@ -175,19 +206,21 @@ class CheckpointStore:
                 "or start a new run from its exported model"
             )
 
-    def _record_facts(self, partial: Path) -> None:
-        """Sync and hash this rank's share of all files."""
+    def _record_facts(self, partial: Path, share: int, shares: int) -> None:
+        """Sync and hash a share of all files."""
         files = sorted(file for file in (partial / "shards").rglob("*") if file.is_file())
         files += sorted(partial.glob("random_*.pt"))
-        mine = files[self._data.rank :: self._data.size]
+        mine = files[share::shares]
         facts = {str(file.relative_to(partial)): asdict(FileFacts.of(file)) for file in mine}
-        write_durably(partial / f"facts_{self._data.rank:05d}.json", json.dumps(facts))
+        write_durably(partial / f"facts_{share:05d}.json", json.dumps(facts))
 
     def _complete(self, state: TrainerState, partial: Path, final: Path) -> None:
         facts: dict[str, FileFacts] = {}
         for part in sorted(partial.glob("facts_*.json")):
             facts.update({name: FileFacts(**entry) for name, entry in json.loads(part.read_text()).items()})
             part.unlink()
+        for mark in partial.glob("written_*"):
+            mark.unlink()
         write_durably(partial / MANIFEST, Manifest(trainer=state, files=dict(sorted(facts.items()))).text())
         for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
             sync_file(folder)

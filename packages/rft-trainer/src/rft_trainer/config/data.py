@@ -28,6 +28,8 @@ class DataOptions:
     """System message in front of each problem."""
     input_template: str | None = None
     """Format string around the problem, with one `{}`."""
+    drop_last: bool = False
+    """Leave out the last batch of an epoch when it is not full, instead of taking a smaller step."""
     prompt_max_len: int = 512
     """Longest prompt in tokens; longer prompts are an error."""
 
@@ -35,6 +37,8 @@ class DataOptions:
         problems = below(self, 1, "prompt_max_len")
         if self.dataset is not None and self.blend:
             problems.append(f"dataset is {self.dataset!r} and blend has more: name all sets in blend")
+        if self.drop_last and self.blend:
+            problems.append("drop_last and blend: blended sets have no last batch; leave out drop_last")
         if self.input_template is not None and self.input_template.count("{}") != 1:
             problems.append(f"input_template is {self.input_template!r}: put exactly one {{}} where the problem goes")
         return problems

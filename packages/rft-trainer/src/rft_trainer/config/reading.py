@@ -115,7 +115,7 @@ def _converted_tuple(value: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _nearest(name: str, known: Any) -> str:
     close = get_close_matches(name, list(known), 1)
-    return f"did you mean {close[0]}?" if close else "--help lists all of them"
+    return f"did you mean {close[0]}?" if close else "--help_all lists all of them"
 
 
 def _spelled(hint: Any) -> str:

@@ -1,4 +1,4 @@
-"""From the score of a response to its reward: penalties, normalisation and the divergence from the reference."""
+"""From a response's score to its reward: penalties, normalisation, divergence from the reference."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,7 @@ from rft_trainer.config.ranges import below
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOptions:
-    """From the score of a response to its reward: penalties, normalisation and the divergence from the reference."""
+    """From a response's score to its reward: penalties, normalisation, divergence from the reference."""
 
     init_kl_coef: float = 0.0
     """Weight of the KL divergence from the reference; 0: no reference is loaded."""

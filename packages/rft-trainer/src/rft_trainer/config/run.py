@@ -16,7 +16,9 @@ class RunOptions:
     overwrite: bool = False
     """Allow an output folder that already holds a run: the old run is deleted."""
     max_steps: int = 10
-    """Rollout and update rounds."""
+    """Rollout and update rounds; 0: none, the model is evaluated and exported as it is."""
+    max_seconds: float | None = None
+    """No round begins that would, with the evaluation behind it, end later than so many seconds after the start."""
     save_steps: int = 0
     """Checkpoint every so many steps; 0: only at the end."""
     resume: Literal["off", "auto"] = "off"
@@ -49,6 +51,9 @@ class RunOptions:
     """Bytes of rollouts that are kept for reading, over all ranks and steps, in MiB."""
 
     def _run_problems(self) -> list[str]:
-        return below(self, 1, "max_steps") + below(
-            self, 0, "save_steps", "seed", "rollouts_max_mib", "max_checkpoints", "max_checkpoints_gib"
+        problems = below(
+            self, 0, "max_steps", "save_steps", "seed", "rollouts_max_mib", "max_checkpoints", "max_checkpoints_gib"
         )
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            problems.append(f"max_seconds is {self.max_seconds}: give more than 0, or leave it out")
+        return problems

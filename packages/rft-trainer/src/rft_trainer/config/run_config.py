@@ -11,7 +11,7 @@ from rft_trainer.config.critic import CriticOptions
 from rft_trainer.config.data import DataOptions
 from rft_trainer.config.distribution import DistributionOptions
 from rft_trainer.config.evaluation import EvaluationOptions
-from rft_trainer.config.lora import LoRAOptions
+from rft_trainer.config.lora import LARGEST_VLLM_RANK, LoRAOptions
 from rft_trainer.config.mismatch import MismatchOptions
 from rft_trainer.config.optimizer import OptimizerOptions
 from rft_trainer.config.plan import PlanOptions
@@ -20,7 +20,8 @@ from rft_trainer.config.reward import RewardOptions
 from rft_trainer.config.rollout import RolloutOptions
 from rft_trainer.config.run import RunOptions
 from rft_trainer.config.sampling import SamplingOptions
-from rft_trainer.errors import ConfigurationError
+from rft_trainer.config.warm_start import WarmStartOptions
+from rft_trainer.errors import InvalidSettings
 from rft_trainer.optim import AdamWConfig, ScheduleConfig
 
 
@@ -38,6 +39,7 @@ class RFTConfig(
     RunOptions,
     OptimizerOptions,
     LoRAOptions,
+    WarmStartOptions,
     AlgorithmOptions,
     RewardOptions,
     CriticOptions,
@@ -64,6 +66,7 @@ class RFTConfig(
             *self._mismatch_problems(),
             *self._optimizer_problems(),
             *self._lora_problems(),
+            *self._warm_start_problems(),
             *self._plan_problems(),
             *self._distribution_problems(),
             *self._run_problems(),
@@ -76,7 +79,7 @@ class RFTConfig(
             except ValueError as problem:
                 problems.append(str(problem))
         if problems:
-            raise ConfigurationError("\n".join(problems))
+            raise InvalidSettings("\n".join(problems), self)
 
     def _batch_problems(self) -> list[str]:
         samples = self.samples_per_step
@@ -102,6 +105,13 @@ class RFTConfig(
         return []
 
     @property
+    def sends_adapter_only(self) -> bool:
+        """Whether a weight update sends the adapter, and the engine keeps the weights below it."""
+        if self.lora_rank == 0 or self.lora_sync == "merged":
+            return False
+        return self.lora_sync == "adapter" or (self.engine_type == "vllm" and self.lora_rank <= LARGEST_VLLM_RANK)
+
+    @property
     def updates_per_step(self) -> int:
         """Optimiser steps after one rollout."""
         if self.train_batch_size is None:
@@ -112,17 +122,32 @@ class RFTConfig(
         """The part that the actor's optimiser is built from."""
         return self._optimizer(self.actor_learning_rate, self.max_steps - self.critic_warmup_steps)
 
+    def warm_start_optimizer(self, total_steps: int | None) -> OptimizerConfig:
+        """The part that the optimiser of the supervised steps is built from; None: their number is not known yet."""
+        return OptimizerConfig(
+            adamw=AdamWConfig(lr=self.warm_start_learning_rate, betas=self.adam_betas, weight_decay=self.weight_decay),
+            schedule=ScheduleConfig(
+                kind="constant" if total_steps is None else self.warm_start_lr_scheduler,
+                warmup_steps=self.warm_start_lr_warmup_steps,
+                total_steps=total_steps,
+                min_ratio=self.warm_start_lr_min_ratio,
+            ),
+            max_norm=self.max_norm,
+        )
+
     def critic_optimizer(self) -> OptimizerConfig:
         """The part that the critic's optimiser is built from: its own rate, the rest as the actor's."""
         return self._optimizer(self.critic_learning_rate, self.max_steps)
 
     def _optimizer(self, rate: float, steps: int) -> OptimizerConfig:
+        # With no round at all nothing is stepped, and any length will do.
+        idle = self.max_steps == 0
         return OptimizerConfig(
             adamw=AdamWConfig(lr=rate, betas=self.adam_betas, weight_decay=self.weight_decay),
             schedule=ScheduleConfig(
                 kind=self.lr_scheduler,
-                warmup_steps=self.lr_warmup_steps,
-                total_steps=steps * self.updates_per_step,
+                warmup_steps=0 if idle else self.lr_warmup_steps,
+                total_steps=1 if idle else steps * self.updates_per_step,
             ),
             max_norm=self.max_norm,
         )

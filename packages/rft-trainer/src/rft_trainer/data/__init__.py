@@ -1,6 +1,7 @@
 """Data sets of prompts: loading, encoding and the order in which ranks take them."""
 
 from rft_trainer.data.blending import BlendedDataset, BlendSampler, Sampler
+from rft_trainer.data.demonstrations import Demonstration, Demonstrations, encode_demonstrations
 from rft_trainer.data.loading import load_hub, load_jsonl, load_parquet, load_records
 from rft_trainer.data.prompts import EncodedPrompt, PromptDataset
 from rft_trainer.data.records import FieldOptions, Message, PromptRecord, RecordFields
@@ -12,6 +13,8 @@ __all__ = [
     "BlendedDataset",
     "DataSampler",
     "DataSource",
+    "Demonstration",
+    "Demonstrations",
     "EncodedPrompt",
     "FieldOptions",
     "Message",
@@ -20,6 +23,7 @@ __all__ = [
     "RecordFields",
     "Sampler",
     "SamplerState",
+    "encode_demonstrations",
     "load_hub",
     "load_jsonl",
     "load_parquet",

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
-from rft_dist import Max, Mean
+from rft_dist import Max, Mean, Sum
 from rft_trainer.algorithms import informative_groups
 from rft_trainer.experience.experience import Experience
 from rft_trainer.strategy.protocols import DataParallel
+
+SAMPLED_TOKENS = "rollout/sampled_tokens"
+"""Response tokens of all rounds, kept or not."""
 
 Rollout = Callable[[Sequence[int], int], list[Experience]]
 """(items, round) -> this rank's scored experiences, n for each item, groups side by side."""
@@ -57,13 +60,14 @@ class DynamicSampling:
         # (rank, place among that rank's groups) by item, in the order of the data: the same for any number of ranks.
         found: dict[int, tuple[int, int]] = {}
         offsets = [0] * self._data.size
-        sampled, rounds, score = 0, 0, 0.0
+        sampled, rounds, score, tokens = 0, 0, 0.0, 0
         while len(found) < config.wanted and rounds < config.rounds:
             waited = {item: place for place, item in enumerate(self._waiting if rounds == 0 else ())}
             experiences = rollout(self._items(rounds), rounds)
             rounds += 1
             sampled += len(experiences) // config.group_size
             score += sum(e.score for e in experiences)
+            tokens += sum(len(e.response_ids) for e in experiences)
             groups = self._informative(experiences)
             mine += groups
             places: list[tuple[int, tuple[int, int]]] = []
@@ -86,6 +90,7 @@ class DynamicSampling:
             "rollout/sampling_rounds": Max(float(rounds)),
             "rollout/kept_groups": Mean(len(mine), sampled),
             "rollout/sampled_score": Mean(score, sampled * config.group_size),
+            SAMPLED_TOKENS: Sum(float(tokens)),
         }
         return [e for _, (owner, place) in chosen if owner == rank for e in mine[place]], metrics
 

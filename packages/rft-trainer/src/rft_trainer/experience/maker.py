@@ -1,8 +1,9 @@
 """From prompts to experiences, role by role: rollout, rewards, actor, reference, critic, teacher, advantages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,7 @@ class FastExperienceMaker:
         self._score_with_actor = score_with_actor
         self._count_experts = count_experts
         self._seed = base_seed
+        self._made: list[ref[Experience]] = []
 
     def learnable(self, experiences: Sequence[Experience], roles: Roles, timer: PhaseTimer) -> dict[str, Mean]:
         """Scored responses become what the update learns from: columns of the roles, reward, advantages.
@@ -151,7 +153,7 @@ class FastExperienceMaker:
 
     def _experience(self, generation: Generation, prompt: EncodedPrompt, group: int) -> Experience:
         response_ids = torch.tensor(generation.token_ids, dtype=torch.long)
-        return Experience(
+        made = Experience(
             group=group,
             prompt_ids=torch.tensor(generation.prompt_token_ids, dtype=torch.long),
             response_ids=response_ids,
@@ -166,6 +168,15 @@ class FastExperienceMaker:
             label=prompt.record.label,
             token_versions=torch.full((len(response_ids),), generation.weights_version),
         )
+        self._made.append(ref(made))
+        return made
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors of all experiences made here that somebody still holds."""
+        alive = [(known, made) for known in self._made if (made := known()) is not None]
+        self._made = [known for known, _ in alive]
+        for _, experience in alive:
+            yield from (value for value in vars(experience).values() if isinstance(value, Tensor))
 
     def take_reward_counts(self) -> dict[str, Sum]:
         """Events that the reward functions counted since the last call, such as time-outs and missing answers."""

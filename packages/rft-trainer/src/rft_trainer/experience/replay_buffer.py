@@ -57,6 +57,10 @@ class ReplayBuffer(Generic[Item]):
         self._items.clear()
         self._round += 1
 
+    def release(self) -> None:
+        """Let the items go; what the next step shuffles stays as it was."""
+        self._items.clear()
+
     def mini_batches(self, size: int, epochs: int = 1) -> Iterator[list[Item]]:
         """Mini-batches of at most `size` items, each item once per epoch, reshuffled every epoch.
 

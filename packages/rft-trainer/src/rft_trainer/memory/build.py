@@ -1,16 +1,17 @@
 """The memory of a run's phases from its configuration."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from rft_engines import contract
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import ConfigurationError
-from rft_trainer.memory.forecast import ENGINE_WEIGHTS, GIB, Cluster, Forecast, Models, forecast
+from rft_trainer.memory.forecast import ENGINE_WEIGHTS, GIB, GRAPHS, KV_CACHE, Cluster, Forecast, Models, forecast
 from rft_trainer.memory.ledger import MemoryLedger
 from rft_trainer.memory.plan import PlacementPlan, plan_placement
 from rft_trainer.memory.shapes import ModelShapes, model_shapes
@@ -21,6 +22,7 @@ from rft_trainer.strategy.protocols import Movable
 from rft_trainer.strategy.residency import OPTIMIZER_SUFFIX, storage_bytes
 
 logger = logging.getLogger("rft_trainer.memory")
+_ENGINE_OWNERS = {contract.WEIGHTS: ENGINE_WEIGHTS, contract.KV_CACHE: KV_CACHE, contract.CUDA_GRAPHS: GRAPHS}
 
 
 def placement_plan(config: RFTConfig, trained: tuple[str, ...], frozen: tuple[str, ...]) -> PlacementPlan:
@@ -28,7 +30,8 @@ def placement_plan(config: RFTConfig, trained: tuple[str, ...], frozen: tuple[st
     return plan_placement(
         trained=trained,
         frozen=frozen,
-        offload_trained=config.offload_trained,
+        # What CPUOffloadPolicy places is never moved by hand.
+        offload_trained=config.offload_trained and not config.fsdp_cpu_offload,
         offload_frozen=config.offload_frozen,
         # Under ZeRO the optimiser itself runs on the host, and its state never leaves it.
         optimizer_on_host=config.adam_offload and config.fsdp,
@@ -68,7 +71,12 @@ class StagedMemory:
 
 
 def phase_memory(
-    config: RFTConfig, strategy: Strategy, *, trained: Mapping[str, TrainState], frozen: Mapping[str, nn.Module]
+    config: RFTConfig,
+    strategy: Strategy,
+    *,
+    trained: Mapping[str, TrainState],
+    frozen: Mapping[str, nn.Module],
+    beside: Mapping[str, Callable[[], Iterable[Tensor]]] | None = None,
 ) -> StagedMemory:
     """The memory of a run whose trained models include `actor`; no communication.
 
@@ -77,6 +85,7 @@ def phase_memory(
         strategy: with an engine.
         trained: name -> state, such as actor and critic.
         frozen: name -> model as `prepare_frozen` gave it; a reference that is the actor without adapters owns nothing.
+        beside: name -> tensors of what is never moved, such as experiences and a weight average.
     """
     owners: dict[str, Movable] = {}
     for name, state in trained.items():
@@ -86,16 +95,26 @@ def phase_memory(
     owners.update({name: strategy.backend.memory_of(model) for name, model in own.items()})
     plan = placement_plan(config, tuple(trained), tuple(own))
     runtime, device = strategy.runtime, strategy.device
-    stage = Stage(plan, owners, runtime, trained["actor"], device, full_updates=True)
+    stage = Stage(plan, owners, runtime, trained["actor"], device, full_updates=not config.sends_adapter_only)
     measures: dict[str, Callable[[], int]] = {
         owner: partial(_resident_bytes, memory, device) for owner, memory in owners.items()
     }
-    if isinstance(runtime.engine.native, nn.Module):
-        native = runtime.engine.native
-        measures[ENGINE_WEIGHTS] = lambda: storage_bytes(native.parameters(), device)
+    for owner, tensors in (beside or {}).items():
+        measures[owner] = partial(_bytes_of, tensors, device)
+    engine_memory: Callable[[], Mapping[str, int]] = getattr(runtime.engine, "memory", dict)
     expected = _expected(config, strategy, plan, trained, own)
     file = config.output_dir / f"memory.rank{strategy.data.rank}.jsonl"
-    return StagedMemory(stage, MemoryLedger(measures, plan, expected, device, file=file))
+    ledger = MemoryLedger(measures, plan, expected, device, file=file, engine=partial(_engine_rows, engine_memory))
+    return StagedMemory(stage, ledger)
+
+
+def _engine_rows(memory: Callable[[], Mapping[str, int]]) -> dict[str, int]:
+    """The engine's kinds of memory under the names of the forecast."""
+    return {_ENGINE_OWNERS[kind]: size for kind, size in memory().items()}
+
+
+def _bytes_of(tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> int:
+    return storage_bytes(tensors(), device)
 
 
 def _resident_bytes(memory: Movable, device: torch.device) -> int:

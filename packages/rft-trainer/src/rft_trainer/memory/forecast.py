@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rft_engines import Fate, SleepLevel, sleep_contract
 from rft_trainer.config import RFTConfig
 from rft_trainer.memory.plan import ENGINE, PHASES, Placement, PlacementPlan
 from rft_trainer.memory.shapes import ModelShapes
@@ -13,11 +14,18 @@ GRADIENTS = "gradients"
 KV_CACHE = "kv cache"
 ENGINE_WEIGHTS = "engine weights"
 GATHERED = "gathered weights"
+GRAPHS = "cuda graphs"
+EXPERIENCES = "experiences"
+AVERAGE = "weight average"
 _COMPUTING = ("actor_log_probs", "reference", "critic_values", "teacher", "update", "sync")
 GIB = 2**30
 _FP32 = 4
 _HEAD_CHUNK = 1024
 _HF_KV_BYTES = 4 << 30
+# Of a response token in an experience: its id, version, mask, and seven columns in fp32 (engine, old, reference and
+# teacher log-probabilities, values, advantages, returns). Of a prompt token: its id.
+_RESPONSE_TOKEN_BYTES = 8 + 8 + 1 + 7 * _FP32
+_PROMPT_TOKEN_BYTES = 8
 # Hidden-sized tensors that one block keeps for backward (norms, q, k, v, attention, residuals), beside its MLP's.
 _KEPT_PER_BLOCK = 10
 _KEPT_BY_MLP = 4
@@ -115,6 +123,22 @@ def frozen_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> in
     return compute * shapes.numel + shapes.buffer_bytes
 
 
+def average_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> int:
+    """Of the fp32 average of the trained weights, which lies beside this rank's share of them."""
+    if not config.fsdp:
+        return _FP32 * shapes.trained_numel
+    if config.fsdp_cpu_offload:
+        return 0
+    ranks = config.fsdp_shard_size or cluster.ranks
+    return _FP32 * sum(p.shard_numel(ranks) for p in shapes.parameters if p.trained)
+
+
+def experience_bytes(config: RFTConfig, cluster: Cluster) -> int:
+    """Of one rank's share of a step's responses at their longest, with every column."""
+    responses = -(-config.samples_per_step // cluster.ranks)
+    return responses * (config.prompt_max_len * _PROMPT_TOKEN_BYTES + config.generate_max_len * _RESPONSE_TOKEN_BYTES)
+
+
 def activation_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> int:
     """Of one micro-batch at its longest, forward and backward; an estimate, unlike the rest.
 
@@ -198,6 +222,8 @@ def forecast(config: RFTConfig, cluster: Cluster, plan: PlacementPlan, models: M
         gathered, gradients = max(gathered, state.gathered), gradients + state.gradients
         activations = max(activations, activation_bytes(shapes, config, cluster))
     held.update({role: frozen_bytes(shapes, config, cluster) for role, shapes in models.frozen.items()})
+    if config.ema_decay > 0:
+        held[AVERAGE] = average_bytes(models.trained["actor"], config, cluster)
     weights, kv = engine_bytes(models.base, config, cluster)
     phases: dict[str, dict[str, int]] = {}
     absent = {role for role in ("critic_values", "teacher") if role.partition("_")[0] not in held}
@@ -212,7 +238,26 @@ def forecast(config: RFTConfig, cluster: Cluster, plan: PlacementPlan, models: M
             row[GATHERED] = gathered
         if phase == "update":
             row |= {GRADIENTS: gradients, ACTIVATIONS: activations}
+            row[EXPERIENCES] = experience_bytes(config, cluster) if config.replay_on_device else 0
         phases[phase] = {owner: size for owner, size in row.items() if size}
     leaving = (o for o in held if any(plan.placement(o, phase) is Placement.HOST for phase in PHASES))
-    sent = models.base.numel * models.base.checkpoint_itemsize
-    return Forecast(phases, sent, sum(held[owner] for owner in leaving))
+    on_host = sum(held[owner] for owner in leaving) + (weights if _engine_backs_up(config) else 0)
+    return Forecast(phases, _sent_bytes(config, models), on_host)
+
+
+def _sent_bytes(config: RFTConfig, models: Models) -> int:
+    """Of one update."""
+    if not config.sends_adapter_only:
+        return models.base.numel * models.base.checkpoint_itemsize
+    # The embedded engine takes the factors as they are trained, the others in their own dtype.
+    size = _FP32 if config.engine_type == "hf" else models.base.checkpoint_itemsize
+    return models.trained["actor"].trained_numel * size
+
+
+def _engine_backs_up(config: RFTConfig) -> bool:
+    """Whether the engine's weights go to the host in a sleep that no full update follows."""
+    if not config.enable_engine_sleep:
+        return False
+    released = sleep_contract(config.engine_type).effect(SleepLevel.KEEP_WEIGHTS).weights is Fate.RELEASED
+    evaluates = config.eval_dataset is not None or bool(config.eval_sets)
+    return released and (config.sends_adapter_only or evaluates)

@@ -57,6 +57,20 @@ def common_pool(segments: Iterable[Mapping[str, Any]], device: int) -> tuple[int
     return sum(s["total_size"] for s in common), sum(s["allocated_size"] for s in common)
 
 
+def unowned(in_use: int, reserved: int, allocated: int, *, in_pools: int, engine: int) -> dict[str, int]:
+    """What no owner holds, by name, in bytes.
+
+    Args:
+        in_use: on the device, by whomever.
+        reserved: in torch's common pool.
+        allocated: of that.
+        in_pools: allocated in private pools, as torch counts.
+        engine: what the rollout engine holds by its own word; as far as it lies in private pools, it is seen from the
+            device's side only.
+    """
+    return {SLACK: reserved - allocated, OTHER: in_use - reserved - min(engine, in_pools)}
+
+
 class MemoryLedger:
     """Keeps an entry for each phase that ends.
 
@@ -67,6 +81,7 @@ class MemoryLedger:
         device: of this rank.
         file: JSONL file of this rank; None keeps none.
         residue_limit_bytes: growth after sleep that is worth a warning.
+        engine: the rollout engine's bytes by owner.
     """
 
     def __init__(
@@ -78,8 +93,10 @@ class MemoryLedger:
         *,
         file: Path | None = None,
         residue_limit_bytes: int = 64 * MIB,
+        engine: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._owners = dict(owners)
+        self._engine = engine
         self._plan = plan
         self._expected = expected
         self._device = device
@@ -99,6 +116,8 @@ class MemoryLedger:
     def end(self, phase: str) -> LedgerEntry:
         """Measure, write down, and warn of owners that the plan says are away."""
         measured = {owner: measure() for owner, measure in self._owners.items()}
+        inside = dict(self._engine())
+        measured |= inside
         for owner, size in measured.items():
             if size and self._plan.placement(owner, phase) is Placement.HOST:
                 self._warn(f"{owner} holds {size / MIB:.1f} MiB at the end of {phase}: the plan has it on the host")
@@ -107,8 +126,8 @@ class MemoryLedger:
             segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
             reserved, allocated = common_pool(segments, self._device.index or 0)
             free, total = torch.cuda.mem_get_info(self._device)
-            measured |= {SLACK: reserved - allocated, OTHER: total - free - reserved}
             in_pools = torch.cuda.memory_allocated(self._device) - allocated
+            measured |= unowned(total - free, reserved, allocated, in_pools=in_pools, engine=sum(inside.values()))
             peak = torch.cuda.max_memory_allocated(self._device) - in_pools
         entry = LedgerEntry(self.step, phase, measured, dict(self._expected.get(phase, {})), peak)
         self._last[phase] = entry

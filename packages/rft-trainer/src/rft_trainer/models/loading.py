@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rft_trainer.errors import ConfigurationError
+from rft_trainer.models.deferred import deferred_causal_model
 
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
@@ -46,7 +47,8 @@ def checkpoint_folder(pretrain: str, *, cache_dir: Path | None = None) -> str:
     except (OSError, HFValidationError, HfHubHTTPError) as error:
         raise ConfigurationError(
             f"pretrain is {pretrain!r}: no folder, and the model hub does not give it ({_first_line(error)}); "
-            "give a Hugging Face model folder, or the id of a model that this machine can reach"
+            "give a Hugging Face model folder, such as OUTPUT_DIR/model of a run, or the id of a model that this "
+            "machine can reach; a name of an app's own is known to that app's commands"
         ) from error
 
 
@@ -91,8 +93,14 @@ def load_tokenizer(pretrain: str) -> Any:
     return tokenizer
 
 
-def load_causal_model(pretrain: str, *, dtype: torch.dtype = torch.float32) -> Any:
+def load_causal_model(pretrain: str, *, dtype: torch.dtype = torch.float32, deferred: bool = False) -> Any:
     """A causal language model on the CPU in `dtype`.
+
+    Args:
+        pretrain: folder or hub id.
+        dtype: of the parameters.
+        deferred: leave the weights in their files until the model is sharded, where the checkpoint allows it
+            (`rft_trainer.models.deferred`). Only FSDPBackend takes such a model.
 
     Raises:
         ConfigurationError: the folder or hub id holds no causal model that transformers can read.
@@ -100,7 +108,11 @@ def load_causal_model(pretrain: str, *, dtype: torch.dtype = torch.float32) -> A
     from transformers import AutoModelForCausalLM
 
     check_model_folder(pretrain)
+    folder = Path(pretrain).expanduser()
     try:
+        model = deferred_causal_model(folder, dtype=dtype) if deferred and folder.is_dir() else None
+        if model is not None:
+            return model
         return AutoModelForCausalLM.from_pretrained(pretrain, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise ConfigurationError(

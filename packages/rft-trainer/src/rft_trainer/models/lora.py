@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
+from rft_trainer.models.deferred import placeholders
 
 ALL_LINEAR = "all-linear"
 
@@ -50,7 +51,8 @@ def add_adapters(model: nn.Module, config: AdapterConfig) -> nn.Module:
     settings: Any = LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
     )
-    with torch.random.fork_rng(devices=[]):
+    # PEFT puts adapters where the weights below are, and on the meta device they would lose their first values.
+    with torch.random.fork_rng(devices=[]), placeholders(model):
         torch.manual_seed(config.seed)
         return cast(nn.Module, get_peft_model(model, settings))
 

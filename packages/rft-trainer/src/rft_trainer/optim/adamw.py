@@ -112,3 +112,21 @@ def build_adamw(module: nn.Module, config: AdamWConfig) -> AdamW:
         first = next(parameter for parameter in module.parameters() if parameter.requires_grad)
         fused = first.device.type == "cuda" and torch.is_floating_point(first)
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def begin_state(optimizer: AdamW) -> None:
+    """Give every parameter that was never stepped the state that its first step begins with: no steps, both averages 0.
+
+    Torch's checkpoint functions make a missing state by a step without gradient, and that step would be counted.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if optimizer.state[parameter]:
+                continue
+            # A fused or capturable optimiser counts its steps on the device.
+            counts_there = group["fused"] or group["capturable"]
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device if counts_there else "cpu"),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }

@@ -60,3 +60,11 @@ def build_schedule(optimizer: Optimizer, config: ScheduleConfig) -> LambdaLR:
     Its state holds the number of finished steps; loading it into a fresh one continues where it stopped.
     """
     return LambdaLR(optimizer, config.ratio)
+
+
+def reschedule(scheduler: LambdaLR, config: ScheduleConfig) -> None:
+    """Go on with another schedule from the next step on; the number of finished steps stays.
+
+    The rate of the next optimiser step is set by the last `step()`, so it is still the old schedule's.
+    """
+    scheduler.lr_lambdas = [config.ratio] * len(scheduler.lr_lambdas)

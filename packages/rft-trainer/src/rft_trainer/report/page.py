@@ -1,7 +1,10 @@
 """The rollouts and curves of a run as one HTML file that a browser opens without a server or network."""
 
+import base64
 import json
 import math
+import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +34,8 @@ MAIN_METRICS = (
 
 QUESTION_LENGTH = 160
 """Characters of a prompt's end that the list shows: a prompt's question is behind its system message."""
+_CHAT_MARK = re.compile(r"<\|[\w-]+\|>|\n")
+_SPEAKERS = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,9 @@ def write_report(run: Path, *, max_mib: float = 64.0) -> Report:
     """
     if not (run / "metrics.jsonl").is_file() and not (run / "rollouts").is_dir():
         raise ConfigurationError(f"{run} holds neither metrics.jsonl nor rollouts/: give the output folder of a run")
-    pictures = {name: curve_svg(name, *points) for name, points in read_curves(run / "metrics.jsonl").items()}
+    # A warm start counts its own steps, in a file of its own.
+    found = {**read_curves(run / "warm_start.jsonl"), **read_curves(run / "metrics.jsonl")}
+    pictures = {name: curve_svg(name, *points) for name, points in found.items()}
     rows, left_out = read_rollouts(run / "rollouts", int(max_mib * 2**20))
     shown = [name for name in pictures if name in MAIN_METRICS or _is_evaluation(name)]
     shown.sort(key=lambda name: (MAIN_METRICS.index(name) if name in MAIN_METRICS else len(MAIN_METRICS), name))
@@ -121,41 +128,58 @@ def _groups_of(file: Path, step: int) -> tuple[list[list[tuple[dict[str, Any], s
     return list(groups.values()), missing
 
 
-def _index(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the list and its filters need of each row."""
-    rewards: dict[str, list[float]] = defaultdict(list)
+def _grouped(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The responses to each prompt of each step, by the name that the page's address has for them."""
+    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
-        rewards[_key(row)].append(row["reward"])
+        groups[f"{row['step']}/{row['group']}"].append(row)
+    return groups
+
+
+def _index(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """What the list and its filters need of each group; one entry of a list for each response."""
     return [
         {
-            "row": number,
-            "key": _key(row),
-            "step": row["step"],
-            "prompt_id": row["prompt_id"],
-            "question": row["prompt"][-QUESTION_LENGTH:],
-            "reward": row["reward"],
-            "length": row["length"],
-            "truncated": row["truncated"],
-            "mixed": min(rewards[_key(row)]) != max(rewards[_key(row)]),
+            "key": key,
+            "step": rows[0]["step"],
+            "prompt_id": rows[0]["prompt_id"],
+            "label": "" if rows[0].get("label") == "default" else rows[0].get("label", ""),
+            "question": _question(rows[0]["prompt"]),
+            "rewards": [row["reward"] for row in rows],
+            "lengths": [row["length"] for row in rows],
+            "truncated": [int(row["truncated"]) for row in rows],
         }
-        for number, row in enumerate(rows)
+        for key, rows in groups.items()
     ]
 
 
-def _key(row: Mapping[str, Any]) -> str:
-    return f"{row['step']}/{row['group']}"
+def _question(prompt: str) -> str:
+    """The end of what a person asked: without the marks of a chat, which are alike in every prompt."""
+    turns = [turn.strip() for turn in _CHAT_MARK.split(prompt)]
+    said = [turn for turn in turns if turn and turn not in _SPEAKERS]
+    return " ".join((said[-1] if said else prompt).split())[-QUESTION_LENGTH:]
+
+
+def _packed(value: Sequence[Any]) -> str:
+    """What the page unpacks when it is asked for: JSON, deflated, in base64, in which no markup can stand."""
+    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    # A response may hold half of a surrogate pair, which UTF-8 cannot.
+    deflate = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return base64.b64encode(deflate.compress(text.encode("utf-8", "replace")) + deflate.flush()).decode()
 
 
 def _page(title: str, facts: str, curves: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> str:
     assets = files("rft_trainer.report") / "assets"
+    groups = _grouped(rows)
     parts = {
         "title": escape(title),
         "facts": escape(facts),
         "style": (assets / "page.css").read_text(encoding="utf-8"),
         "script": (assets / "page.js").read_text(encoding="utf-8"),
         "curves": "".join(curves),
-        "index": _inert(_index(rows)),
-        "rows": "\n".join(map(_inert, rows)),
+        "index": _inert(_index(groups)),
+        "groups": "\n".join(map(_packed, groups.values())),
+        "texts": _packed([[rows[0]["prompt"], *(row["response"] for row in rows)] for rows in groups.values()]),
     }
     pieces = (assets / "page.html").read_text(encoding="utf-8").split("{{")
     # Split once, so that braces in the data are never taken for a place.

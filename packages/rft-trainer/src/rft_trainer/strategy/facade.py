@@ -116,14 +116,17 @@ class Strategy:
 
     # -- training
 
-    def build_sampler(self, size: int, batch_size: int, *, shuffle: bool = True) -> DataSampler:
-        """Seeded sampler of this rank's share of each global batch."""
+    def build_sampler(
+        self, size: int, batch_size: int, *, shuffle: bool = True, drop_last: bool = False
+    ) -> DataSampler:
+        """Seeded sampler of this rank's share of each global batch, reshuffled by epoch; resumable."""
         return DataSampler(
             size,
             batch_size=batch_size,
             rank=self.data.rank,
             num_ranks=self.data.size,
             shuffle=shuffle,
+            drop_last=drop_last,
             seed=self.config.seed,
         )
 
@@ -134,6 +137,10 @@ class Strategy:
     def prepare_frozen(self, model: nn.Module, *, role: str = "reference") -> nn.Module:
         """Wrap a model that is only scored. Collective over the world."""
         return self.backend.prepare_frozen(model, role=role)
+
+    def release(self, state: TrainState) -> None:
+        """End the training of a model; the caller drops its own references then. No communication."""
+        self.backend.release(state)
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool = True) -> None:
         """Add the gradient of `loss`. Collective over the world."""
@@ -155,6 +162,7 @@ class Strategy:
             enable_sleep=self.config.enable_engine_sleep,
             max_lag=self.config.max_weight_lag,
             share_weights=self.config.share_engine_weights,
+            adapter_only=self.config.sends_adapter_only,
         )
         self._stack.callback(self._runtime.close)
         return self._runtime

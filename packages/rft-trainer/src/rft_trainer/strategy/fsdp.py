@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from rft_trainer.config import OptimizerConfig
 from rft_trainer.errors import CheckpointError
-from rft_trainer.optim import build_adamw, build_schedule
+from rft_trainer.models.deferred import settle
+from rft_trainer.optim import begin_state, build_adamw, build_schedule
 from rft_trainer.strategy.protocols import Movable, StateMemory, StepReport, TrainState
 from rft_trainer.strategy.residency import (
     OPTIMIZER_SUFFIX,
@@ -82,6 +83,11 @@ class FSDPBackend:
         self._roles.add_frozen(model, self._memory(role, lambda: module_tensors(model), _reshard(model), trained=False))
         return model
 
+    def release(self, state: TrainState) -> None:
+        """End the training of `state`: nothing outside it holds its memory. No communication."""
+        state.optimizer.zero_grad(set_to_none=True)
+        state.release_gathered()
+
     def _memory(
         self, owner: str, tensors: Callable[[], Iterable[Tensor]], before: Callable[[], None], *, trained: bool
     ) -> Movable:
@@ -95,9 +101,11 @@ class FSDPBackend:
         offload = CPUOffloadPolicy(pin_memory=pinned) if trained and self._cpu_offload else OffloadPolicy()
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": self._policy, "offload_policy": offload}
         reshard = self._reshard or not trained
-        model.to(self._device)
         for block in transformer_blocks(model):
+            # One block at a time is whole on this rank, and only until it is sharded.
+            settle(block, self._device)
             fully_shard(block, reshard_after_forward=reshard, **common)
+        settle(model, self._device)
         # A root that will run backward keeps its weights for it; one that is only scored gives them back.
         fully_shard(model, reshard_after_forward=not trained, **common)
 
@@ -152,6 +160,7 @@ class FSDPBackend:
         from rft_trainer.strategy.held_files import HeldFiles
 
         reload_state(state)
+        begin_state(state.optimizer)
         model, optimizer = get_state_dict(state.network, state.optimizer, options=_trained_only())
         content = {"model": model, "optimizer": optimizer, "scheduler": state.scheduler.state_dict()}
         writer = FileSystemWriter(folder, sync_files=False)
@@ -173,6 +182,7 @@ class FSDPBackend:
 
         from rft_trainer.strategy.safe_reading import SafePlanner, SafeReader
 
+        begin_state(state.optimizer)
         model, optimizer = get_state_dict(state.network, state.optimizer, options=_trained_only())
         content: dict[str, Any] = {
             "model": model,

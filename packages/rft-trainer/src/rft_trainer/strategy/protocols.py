@@ -111,6 +111,12 @@ class TrainingBackend(Protocol):
     def prepare_frozen(self, model: nn.Module, *, role: str = "reference") -> nn.Module:
         """Wrap a model that is only scored. Collective over the world."""
 
+    def release(self, state: TrainState) -> None:
+        """End the training of `state`, of which nothing may be used afterwards. No communication.
+
+        Its memory goes with the last reference to it.
+        """
+
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`; gradients are summed over ranks and calls. Collective over the world."""
 

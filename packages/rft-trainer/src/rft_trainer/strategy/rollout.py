@@ -13,7 +13,7 @@ from rft_engines import (
     SamplingParams,
     gather_and_generate,
 )
-from rft_sync import BroadcastConfig, BroadcastManager, SyncReport
+from rft_sync import AdapterBroadcastManager, BroadcastConfig, BroadcastManager, SyncReport
 from rft_trainer.errors import StaleWeightsError
 from rft_trainer.strategy.protocols import TrainState
 
@@ -23,7 +23,8 @@ class EngineRuntime:
 
     The trainer reports each finished optimiser step with `note_update`; an engine whose weights are more than
     `max_lag` such steps old refuses to generate. With `share_weights` the actor trains in the engine's memory after the
-    first update (`rft_sync.BroadcastConfig`).
+    first update (`rft_sync.BroadcastConfig`). With `adapter_only` the engine keeps the weights below a LoRA actor's
+    adapter, and an update sends the adapter (`rft_sync.AdapterBroadcastManager`).
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class EngineRuntime:
         enable_sleep: bool = False,
         max_lag: int = 0,
         share_weights: bool = False,
+        adapter_only: bool = False,
     ) -> None:
         self._engine = engine
         self._groups = groups
         self._enable_sleep = enable_sleep
         self._max_lag = max_lag
         self._config = BroadcastConfig(on_asleep="wake", share_weights=share_weights)
+        self._connect = (AdapterBroadcastManager if adapter_only else BroadcastManager).connect
         self._manager: BroadcastManager | None = None
         self._updates = 0
         self._synced_at: int | None = None
@@ -89,7 +92,7 @@ class EngineRuntime:
         state.memory.model.require("update_engine_weights")
         state.release_gathered()
         if self._manager is None:
-            self._manager = BroadcastManager.connect(state.checkpoint_module, self._engine, self._config)
+            self._manager = self._connect(state.checkpoint_module, self._engine, self._config)
         report = self._manager.broadcast_to_engine(self._resumed_version)
         self._resumed_version = None
         self._synced_at = self._updates

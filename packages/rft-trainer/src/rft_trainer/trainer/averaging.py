@@ -1,6 +1,6 @@
 """A moving average of the actor's weights, kept shard by shard beside them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,6 +34,10 @@ class WeightAverage:
         with self._average.applied(self._shards()):
             yield
             self._state.release_gathered()
+
+    def tensors(self) -> Iterable[Tensor]:
+        """The averages."""
+        return self._average.state_dict().values()
 
     def put(self) -> None:
         """The averages become the actor's weights, for a process that does not train."""

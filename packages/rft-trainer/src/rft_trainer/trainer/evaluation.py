@@ -3,13 +3,13 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rft_dist import Mean, Sum
 from rft_engines import SamplingParams
-from rft_rewards import ExactAnswer, Grader
+from rft_rewards import ExactAnswer, Grader, RewardSample, Score
 from rft_trainer.checkpoint.random_state import kept_random_state
 from rft_trainer.data import EncodedPrompt
 from rft_trainer.experience.experience import Experience, reward_sample
@@ -19,6 +19,15 @@ from rft_trainer.trainer.estimates import interval, majority_share, pass_at_k
 
 # Evaluations draw from seeds of their own, the same ones at every step: what differs between two of them is the model.
 _STREAM = -1
+
+
+class Extractor(Protocol):
+    """Finds an answer in each response and scores it; the diagnostic `answer` is what was found."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, samples: Sequence[RewardSample], /) -> Sequence[Score]: ...
 
 
 def three_extractors(grader: Grader | None = None) -> tuple[ExactAnswer, ...]:
@@ -36,8 +45,10 @@ class Evaluator:
     Attributes:
         sets: by name; the same on every rank. Metrics of the set "" stand under `eval/`, others under `eval/NAME/`.
         sampling: greedy unless the caller wants otherwise; `n` responses to each item.
+        greedy: besides, one greedy response to each item of every set; the set NAME is then scored as NAME_greedy too,
+            and "" as "greedy".
         extractors: further scores of each response, which no reward pays; they need a reference in every item.
-        pass_at: numbers k of pass@k.
+        pass_at: numbers k of pass@k; those above the number of responses are left out.
         majority: score the most frequent answer of each item, by each extractor.
         grader: tells which answers are the same.
         folder: per-response results go to NAME_<step>.rank<r>.jsonl here ("eval" for ""); None keeps none.
@@ -47,7 +58,8 @@ class Evaluator:
     sampling: SamplingParams
     maker: FastExperienceMaker
     data: DataParallel
-    extractors: Sequence[ExactAnswer] = ()
+    greedy: bool = False
+    extractors: Sequence[Extractor] = ()
     pass_at: Sequence[int] = ()
     majority: bool = False
     grader: Grader = field(default_factory=Grader)
@@ -57,21 +69,31 @@ class Evaluator:
         """Metrics under `eval/`, equal on all ranks and for every number of them. Collective over the world."""
         metrics: dict[str, float] = {}
         with kept_random_state():
-            for number, (name, records) in enumerate(self.sets.items()):
-                metrics.update(self._evaluate_set(step, number, name, records))
+            for number, (name, records, sampling) in enumerate(self._passes()):
+                metrics.update(self._evaluate_set(step, number, name, records, sampling))
         return metrics
 
-    def _evaluate_set(self, step: int, number: int, name: str, records: Sequence[EncodedPrompt]) -> dict[str, float]:
+    def _passes(self) -> list[tuple[str, Sequence[EncodedPrompt], SamplingParams]]:
+        """Name, items and sampling of each pass; greedy ones come last, so that they change no seed of the others."""
+        passes = [(name, records, self.sampling) for name, records in self.sets.items()]
+        if self.greedy:
+            single = replace(self.sampling, n=1, temperature=0.0, top_p=1.0, top_k=0)
+            passes += [(f"{name}_greedy" if name else "greedy", items, single) for name, items in self.sets.items()]
+        return passes
+
+    def _evaluate_set(
+        self, step: int, number: int, name: str, records: Sequence[EncodedPrompt], sampling: SamplingParams
+    ) -> dict[str, float]:
         mine = list(range(self.data.rank, len(records), self.data.size))
-        experiences = self.maker.rollout(mine, [records[i] for i in mine], self.sampling, step=_STREAM - number)
+        experiences = self.maker.rollout(mine, [records[i] for i in mine], sampling, step=_STREAM - number)
         self.maker.reward(experiences)
         extracted = self._extract(experiences)
         if self.folder is not None:
-            self._keep(step, name, experiences, extracted)
+            self._keep(step, name, experiences, extracted, sampling.n)
         prefix = f"eval/{name}/" if name else "eval/"
-        values = _item_values(experiences, extracted, self.sampling.n, self.pass_at)
+        values = _item_values(experiences, extracted, sampling.n, self.pass_at)
         if self.majority:
-            values.update(self._majorities(extracted))
+            values.update(self._majorities(extracted, sampling.n))
         counts: dict[str, Any] = {f"counts/{event}": count for event, count in self.maker.take_reward_counts().items()}
         reduced = self.data.reduce_metrics({**_sums(values), **_plain(experiences, extracted), **counts})
         return {prefix + key: value for key, value in _with_intervals(reduced).items()}
@@ -84,8 +106,9 @@ class Evaluator:
             for extractor in self.extractors
         }
 
-    def _majorities(self, extracted: Mapping[str, Sequence[tuple[str | None, float]]]) -> dict[str, list[float]]:
-        n = self.sampling.n
+    def _majorities(
+        self, extracted: Mapping[str, Sequence[tuple[str | None, float]]], n: int
+    ) -> dict[str, list[float]]:
         return {
             f"{name}_majority": [
                 majority_share([answer for answer, _ in group], [score >= 1 for _, score in group], self.grader)
@@ -100,6 +123,7 @@ class Evaluator:
         name: str,
         experiences: Sequence[Experience],
         extracted: Mapping[str, Sequence[tuple[str | None, float]]],
+        n: int,
     ) -> None:
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +132,7 @@ class Evaluator:
             for index, experience in enumerate(experiences):
                 row = {
                     "item": experience.group,
-                    "sample": index % self.sampling.n,
+                    "sample": index % n,
                     "id": experience.prompt_id,
                     "prompt": experience.prompt,
                     "response": experience.response,
@@ -140,7 +164,7 @@ def _item_values(
     values: dict[str, list[float]] = {"reward": [sum(e.reward for e in g) / n for g in _groups(experiences, n)]}
     for name, rows in columns.items():
         values[name] = [sum(row) / len(row) for row in rows]
-        for k in pass_at:
+        for k in (k for k in pass_at if k <= n):
             values[f"{name}_pass_at_{k}"] = [pass_at_k(len(row), sum(score >= 1 for score in row), k) for row in rows]
     return values
 

@@ -12,9 +12,10 @@ from rft_trainer.experience.experience import Experience
 def rollout_metrics(experiences: Sequence[Experience], group_size: int) -> dict[str, Mean | Max]:
     """Metrics under `rollout/`; sample means unless said otherwise.
 
-    reward, one entry per score, response_length (tokens), truncated (share cut by the length limit), mixed_groups
-    (share of groups with different rewards: only these teach a group estimator), all_one and all_zero (shares of groups
-    without a spread whose mean reward is at least 1, or at most 0), weights_version (largest in the rollout).
+    reward, one entry per score, the reward of each label, response_length (tokens), truncated (share cut by the length
+    limit), mixed_groups (share of groups with different rewards: only these teach a group estimator), all_one and
+    all_zero (shares of groups without a spread whose mean reward is at least 1, or at most 0), weights_version (largest
+    in the rollout).
     """
     count = len(experiences)
     if not experiences:
@@ -37,4 +38,7 @@ def rollout_metrics(experiences: Sequence[Experience], group_size: int) -> dict[
     for name in sorted({name for e in experiences for name in e.scores}):
         scored = [e.scores[name] for e in experiences if name in e.scores]
         metrics[f"rollout/{name}"] = Mean(sum(scored), len(scored))
+    for label in sorted({e.label for e in experiences}):
+        paid = [e.reward for e in experiences if e.label == label]
+        metrics[f"rollout/label/{label}/reward"] = Mean(sum(paid), len(paid))
     return metrics

@@ -28,6 +28,7 @@ from rft_trainer.trainer.phases import NoPhaseMemory, PhaseClock, PhaseMemory
 from rft_trainer.trainer.rates import TOKENS, Rates
 from rft_trainer.trainer.stop_signals import StopSignals
 from rft_trainer.trainer.update import PolicyUpdate
+from rft_trainer.trainer.wall_clock import WallClockGuard
 
 CRITIC_FOLDER = "critic"
 """Where the critic's shards lie below the actor's."""
@@ -77,6 +78,7 @@ class PPOTrainer:
     rates: Rates
     settings: dict[str, Any] = field(default_factory=dict)
     memory: PhaseMemory = field(default_factory=NoPhaseMemory)
+    guard: WallClockGuard = field(default_factory=lambda: WallClockGuard(None))
     finished_steps: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
 
@@ -86,7 +88,7 @@ class PPOTrainer:
         )
 
     def fit(self) -> dict[int, dict[str, float]]:
-        """Train up to `max_steps`; the evaluations by step. Collective over the world.
+        """Train up to `max_steps` or `max_seconds`; the evaluations by step. Collective over the world.
 
         Raises:
             RunInterrupted: on all ranks, after the step in which one of them was told to stop by SIGINT or SIGTERM.
@@ -95,6 +97,9 @@ class PPOTrainer:
             with StopSignals(self.progress.line) as stop:
                 self._rounds(stop)
             self._settle_save(wait=True)
+        except Exception as error:
+            self._settle_after(error)
+            raise
         finally:
             self.logger.close()
         self.progress.line(self.memory.table())
@@ -105,14 +110,17 @@ class PPOTrainer:
         self._clock.restart()
         with self._clock("sync"):
             self.runtime.update_engine_weights(self.actor)
-        if self.finished_steps == 0:
-            self.evaluate(0)
+        # Before the first step; or after a signal, which has put the evaluation of its step off.
+        if self._evaluates_after(self.finished_steps):
+            self.evaluate(self.finished_steps)
         while self.finished_steps < config.max_steps:
             self.step()
             step = self.finished_steps
-            last = step == config.max_steps
+            last = step == config.max_steps or bool(self.data.most(int(self.guard.is_over())))
+            if last and step < config.max_steps:
+                self.progress.line(f"max_seconds {config.max_seconds:g}: step {step} is the last that fits")
             stopping = bool(self.data.most(int(stop.requested))) and not last
-            if not stopping and (last or (config.eval_steps and step % config.eval_steps == 0)):
+            if not stopping and self._evaluates_after(step):
                 self.evaluate(step)
             saves = last or bool(config.save_steps and step % config.save_steps == 0)
             if saves or (stopping and config.save_on_interrupt):
@@ -120,6 +128,12 @@ class PPOTrainer:
             if stopping:
                 self._settle_save(wait=True)
                 raise RunInterrupted(f"stopped by a signal after step {step}: go on with --resume auto")
+
+    def _evaluates_after(self, step: int) -> bool:
+        """An evaluation belongs there and is not made; equal on every rank."""
+        every = self.config.eval_steps
+        due = step in (0, self.config.max_steps) or bool(every and step % every == 0)
+        return due and step not in self.evaluations
 
     def step(self) -> dict[str, float]:
         """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
@@ -137,12 +151,9 @@ class PPOTrainer:
             report = self.runtime.update_engine_weights(self.actor)
         with self._clock("record"):
             self.keep_rollouts(step, experiences)
-        self.finished_steps = step
-        counts = {f"rollout/counts/{name}": count for name, count in self.maker.take_reward_counts().items()}
-        facts |= {**counts, "rollout/responses": Sum(float(len(experiences)))}
-        facts[TOKENS] = Sum(float(sum(e.length for e in experiences)))
-        facts[TRAINED] = Sum(float(sum(int(e.response_mask.sum()) for e in experiences)))
-        metrics = self.data.reduce_metrics({**rollout_metrics(experiences, self.sampling.n), **facts, **update})
+            self.finished_steps = step
+            # Inside the phase: the reduction waits for the slowest rank.
+            metrics = self.data.reduce_metrics({**self._counted(experiences), **facts, **update})
         if lag is not None:
             metrics["rollout/weight_lag"] = float(lag)
         metrics["sync/version"] = float(report.version)
@@ -152,6 +163,17 @@ class PPOTrainer:
         if GAP in metrics and metrics[TRAINED]:
             self.config.gap_limit().check(metrics[GAP])
         return metrics
+
+    def _counted(self, experiences: Sequence[Experience]) -> dict[str, Any]:
+        """What this rank's rollouts add to the metrics of the step."""
+        counts = {f"rollout/counts/{name}": count for name, count in self.maker.take_reward_counts().items()}
+        return {
+            **rollout_metrics(experiences, self.sampling.n),
+            **counts,
+            "rollout/responses": Sum(float(len(experiences))),
+            TOKENS: Sum(float(sum(e.length for e in experiences))),
+            TRAINED: Sum(float(sum(int(e.response_mask.sum()) for e in experiences))),
+        }
 
     def _roles(self) -> Roles:
         critic = None if self.critic is None else self.critic.module
@@ -175,6 +197,7 @@ class PPOTrainer:
         metrics["perf/border_share"] = self._clock.border_seconds / seconds["step"]
         metrics.update(self.rates.of(metrics, seconds))
         self.logger.log(step, metrics)
+        self.guard.note("step", seconds["step"])
         self.progress.step_line(step, metrics, total_steps=self.config.max_steps)
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -185,7 +208,9 @@ class PPOTrainer:
         with self._average_in_engine(), self._clock("evaluate"):
             metrics = self.evaluator.evaluate(step)
         self.evaluations[step] = metrics
-        self.logger.log(step, {**metrics, "perf/seconds_evaluate": time.perf_counter() - start})
+        taken = time.perf_counter() - start
+        self.guard.note("evaluation", taken)
+        self.logger.log(step, {**metrics, "perf/seconds_evaluate": taken})
         shown = "  ".join(
             f"{name.removeprefix('eval/')} {value:.3f}"
             for name, value in sorted(metrics.items())
@@ -253,6 +278,21 @@ class PPOTrainer:
             if folder is not None:
                 self.progress.line(f"checkpoint {folder}")
 
+    def _settle_after(self, error: Exception) -> None:
+        """Complete a checkpoint in the background before `error` leaves, which says so. No communication.
+
+        Other ranks may not have failed, and answer no collective.
+        """
+        try:
+            folder = self.checkpoints.finish_alone()
+        except CheckpointError as failure:
+            note = f"a checkpoint that was being written is not complete: {failure}"
+        else:
+            note = "" if folder is None else f"checkpoint {folder}"
+        if note:
+            error.add_note(note)
+            self.progress.line(note)
+
     @contextmanager
     def _save_errors(self) -> Iterator[None]:
         try:
@@ -283,11 +323,13 @@ class PPOTrainer:
         return write
 
     def resume(self, state: TrainerState) -> None:
-        """Continue after the step that `state` was saved at."""
+        """Continue after the step that `state` was saved at; before the first step it holds weights alone."""
         self.finished_steps = state.step
         self.memory.begin(state.step)
         self.evaluations = dict(state.evaluations)
         self.runtime.resume(state.weights_version)
+        if state.step == 0:
+            return
         self.update.load_state_dict(state.update["buffer"])
         self.kl.load_state_dict(state.update["kl"])
         self.maker.load_state_dict(state.update["credit"])

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rft_trainer.experience.dynamic import SAMPLED_TOKENS
+
 TOKENS = "rollout/tokens"
 PEAK_BF16_FLOPS = {"A100": 312e12, "H100 80GB HBM3": 989.4e12, "H200": 989.4e12}
 """Dense bf16 operations per second by a part of the device's name, as its maker states them."""
@@ -42,8 +44,9 @@ class Rates:
             "perf/tokens_per_second": tokens / seconds["step"],
             "perf/tokens_per_second_per_rank": tokens / seconds["step"] / self.world_size,
         }
-        if "generate" in seconds and responses:
-            sampled = metrics["rollout/response_length"] * responses
+        # With dynamic sampling more is generated than the responses that are left.
+        sampled = metrics.get(SAMPLED_TOKENS, metrics["rollout/response_length"] * responses if responses else 0.0)
+        if "generate" in seconds and sampled:
             rates["perf/generated_tokens_per_second"] = sampled / seconds["generate"]
         if self.parameters is not None and self.peak_flops is not None and seconds.get("update"):
             work = 6.0 * self.parameters * tokens * self.epochs

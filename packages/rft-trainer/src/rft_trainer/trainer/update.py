@@ -136,6 +136,15 @@ class PolicyUpdate:
         for state in (actor, critic):
             if state is not None:
                 state.module.train()
+        try:
+            return self._steps(actor, experiences, critic, critic_only)
+        finally:
+            # Copies on the device would stay there while the engine generates.
+            self._buffer.release()
+
+    def _steps(
+        self, actor: TrainState, experiences: Sequence[Experience], critic: TrainState | None, critic_only: bool
+    ) -> dict[str, Metric]:
         policy, value = MetricCollector("train/"), MetricCollector("train/critic/")
         for mini_batch in self._mini_batches(experiences):
             if not critic_only:

@@ -1,7 +1,7 @@
 "use strict";
 // Everything that came from a model or a data set reaches the page as text (textContent), never as markup.
 const index = JSON.parse(document.getElementById("index").textContent);
-const PAGE = 200;
+const PAGE = 100;
 const LONGEST_DIFF = 1500; // words; the table of a longer one would take the browser's memory
 const COLOURS = {
   "none": null,
@@ -12,13 +12,34 @@ const COLOURS = {
   "entropy": { of: (r, i) => r.entropies[i], kind: "high" },
 };
 let lines = null;
-const parsed = new Map();
+const unpacked = new Map();
 let limit = PAGE;
+index.forEach((group, number) => {
+  group.number = number;
+  group.mixed = Math.min(...group.rewards) !== Math.max(...group.rewards);
+});
 
-function row(number) {
-  lines ??= document.getElementById("rows").textContent.trim().split("\n");
-  if (!parsed.has(number)) parsed.set(number, JSON.parse(lines[number]));
-  return parsed.get(number);
+// A group's responses are packed until it is opened: a page of many rollouts opens as fast as one of few.
+async function unpack(line) {
+  const packed = Uint8Array.from(atob(line), (character) => character.charCodeAt(0));
+  const inflate = new DecompressionStream("deflate-raw");
+  const writer = inflate.writable.getWriter();
+  writer.write(packed);
+  writer.close();
+  return JSON.parse(await new Response(inflate.readable).text());
+}
+
+async function responsesOf(number) {
+  lines ??= document.getElementById("packed").textContent.trim().split("\n");
+  if (!unpacked.has(number)) unpacked.set(number, await unpack(lines[number]));
+  return unpacked.get(number);
+}
+
+// What the search looks through: the prompt and the responses of each group, in lower case.
+let texts = null;
+async function searchTexts() {
+  const found = await unpack(document.getElementById("texts").textContent);
+  texts = found.map((group) => group.map((text) => text.toLowerCase()));
 }
 
 function element(tag, properties = {}, ...children) {
@@ -43,42 +64,70 @@ const bound = (name, otherwise) => {
   return state.get(name) && Number.isFinite(value) ? value : otherwise;
 };
 
-function accepted(entry) {
+function accepted(group, i) {
   const within = (value, name) => value >= bound(name + "_min", -Infinity) && value <= bound(name + "_max", Infinity);
-  if (!within(entry.step, "step") || !within(entry.reward, "reward") || !within(entry.length, "length")) return false;
-  if (state.get("truncated") && !entry.truncated) return false;
-  if (state.get("mixed") && !entry.mixed) return false;
+  if (!within(group.step, "step") || !within(group.rewards[i], "reward") || !within(group.lengths[i], "length")) return false;
+  if (state.get("truncated") && !group.truncated[i]) return false;
+  if (state.get("mixed") && !group.mixed) return false;
   const text = (state.get("text") ?? "").toLowerCase();
-  if (!text) return true;
-  const { prompt, response } = row(entry.row);
-  return prompt.toLowerCase().includes(text) || response.toLowerCase().includes(text);
+  return !text || texts[group.number][0].includes(text) || texts[group.number][i + 1].includes(text);
 }
 
-function showGroups() {
-  const groups = new Map();
-  let responses = 0;
-  for (const entry of index) {
-    if (!accepted(entry)) continue;
-    responses += 1;
-    if (!groups.has(entry.key)) groups.set(entry.key, []);
-    groups.get(entry.key).push(entry);
+let asked = 0;
+async function showGroups() {
+  const mine = ++asked;
+  const count = document.getElementById("count");
+  if (state.get("text") && !texts) {
+    count.textContent = "searching …";
+    await searchTexts();
+    if (mine !== asked) return; // the filters have changed meanwhile
+  }
+  const found = [];
+  let responses = 0, all = 0;
+  for (const group of index) {
+    all += group.rewards.length;
+    const kept = group.rewards.filter((_, i) => accepted(group, i));
+    responses += kept.length;
+    if (kept.length) found.push([group, kept]);
   }
   const list = document.getElementById("groups");
-  list.replaceChildren();
-  for (const [key, entries] of [...groups].slice(0, limit)) {
-    const mean = entries.reduce((sum, entry) => sum + entry.reward, 0) / entries.length;
-    const head = element("span", { class: "head" },
-      element("span", {}, `step ${entries[0].step} · ${entries[0].prompt_id}`),
-      element("span", {}, `${entries.length} × ${mean.toFixed(2)}${entries[0].mixed ? " mixed" : ""}`));
-    const button = element("button", { type: "button" }, head, element("span", { class: "prompt" }, entries[0].question));
-    button.dataset.key = key;
-    button.setAttribute("aria-current", String(key === state.get("open")));
-    button.addEventListener("click", () => { set("open", key); set("left", ""); set("right", ""); showGroups(); showDetail(); });
-    list.append(element("li", {}, button));
-  }
-  document.getElementById("more").hidden = groups.size <= limit;
-  document.getElementById("count").textContent =
-    `${responses} of ${index.length} responses, ${groups.size} groups`;
+  list.replaceChildren(...found.slice(0, limit).map(([group, kept]) => listed(group, kept)));
+  document.getElementById("more").hidden = found.length <= limit;
+  count.textContent = `${responses} of ${all} responses, ${found.length} groups`;
+}
+
+function listed(group, kept) {
+  const mean = kept.reduce((sum, reward) => sum + reward, 0) / kept.length;
+  // One cell for each response, in the order in which they stand on the right.
+  const cells = element("span", { class: "cells", title: `rewards ${group.rewards.map((r) => number(r, 3)).join(", ")}` },
+    ...group.rewards.map((reward) => {
+      const cell = element("i");
+      cell.style.background = rewardColour(reward);
+      return cell;
+    }));
+  const head = element("span", { class: "head" },
+    element("span", {}, `step ${group.step}`), cells,
+    element("span", { class: group.mixed ? "mixed" : "" }, `${kept.length} × ${mean.toFixed(2)}${group.mixed ? " mixed" : ""}`));
+  const button = element("button", { type: "button", title: group.prompt_id }, head, element("span", { class: "prompt" }, group.question));
+  button.dataset.key = group.key;
+  button.setAttribute("aria-current", String(group.key === state.get("open")));
+  button.addEventListener("click", () => open(group.key));
+  return element("li", {}, button);
+}
+
+const rewardEnds = index.flatMap((group) => group.rewards).reduce(([low, high], reward) =>
+  [Math.min(low, reward), Math.max(high, reward)], [0, 1]);
+function rewardColour(reward) {
+  const share = (reward - rewardEnds[0]) / (rewardEnds[1] - rewardEnds[0]);
+  return `hsl(${Math.round(8 + 130 * share)} 55% ${Math.round(62 - 14 * share)}%)`;
+}
+
+async function open(key) {
+  set("open", key); set("left", ""); set("right", "");
+  for (const button of document.querySelectorAll("#groups button"))
+    button.setAttribute("aria-current", String(button.dataset.key === key));
+  await showDetail();
+  scrollTo({ top: Math.min(scrollY, document.querySelector("main").offsetTop) });
 }
 
 function shade(value, scale, low, high) {
@@ -140,11 +189,11 @@ function choice(name, options, chosen, onchange) {
   return select;
 }
 
-function showDetail() {
+async function showDetail() {
   const detail = document.getElementById("detail");
-  const entries = index.filter((entry) => entry.key === state.get("open"));
-  if (!entries.length) return;
-  const responses = entries.map((entry) => row(entry.row));
+  const group = index.find((entry) => entry.key === state.get("open"));
+  if (!group) return;
+  const responses = await responsesOf(group.number);
   const colour = state.get("colour") in COLOURS ? state.get("colour") : "advantage";
   const scale = COLOURS[colour];
   const values = scale ? responses.flatMap((r) => r.tokens.map((_, i) => scale.of(r, i))).filter(Number.isFinite) : [];
@@ -152,12 +201,16 @@ function showDetail() {
   const high = values.reduce((a, b) => Math.max(a, b), -Infinity);
   const picker = choice("colour tokens by", Object.keys(COLOURS).map((name) => ({ value: name, text: name })), colour,
     (value) => { set("colour", value); showDetail(); });
-  const bar = element("div", { class: "bar" }, element("label", {}, "colour tokens by ", picker), legend(scale, low, high));
+  const bar = element("div", { class: "bar" }, element("label", {}, "colour tokens by ", picker), legend(scale, low, high),
+    element("span", { class: "hint" }, "rest on a token for its numbers"));
+  const place = [`step ${group.step}`, group.prompt_id, group.label].filter(Boolean).join(" · ");
+  const cards = responses.map((response, i) => card(response, i, scale, low, high));
+  const compared = await comparison(group);
+  if (group.key !== state.get("open")) return; // another group was opened meanwhile
   detail.replaceChildren(
-    element("h2", {}, `step ${entries[0].step}, ${entries[0].prompt_id}`),
-    element("pre", { class: "asked" }, responses[0].prompt),
-    element("p", { class: "hint" }, `reference: ${responses[0].reference ?? "none"}`),
-    bar, ...responses.map((response) => card(response, scale, low, high)), comparison(entries[0].prompt_id));
+    element("h2", {}, place), element("pre", { class: "asked" }, responses[0].prompt),
+    element("p", { class: "hint" }, "reference answer: ", element("b", {}, responses[0].reference ?? "none")),
+    bar, ...cards, compared);
 }
 
 function legend(scale, low, high) {
@@ -168,25 +221,31 @@ function legend(scale, low, high) {
   return element("span", { class: "legend" }, number(shown(low), 3), bar, number(shown(high), 3));
 }
 
-function card(response, scale, low, high) {
+function card(response, i, scale, low, high) {
   const parts = Object.entries(response.scores).map(([name, score]) => element("span", {}, `${name} ${number(score, 3)}`));
-  const meta = element("div", { class: "meta" },
-    element("span", { class: response.advantage >= 0 ? "good" : "bad" }, `reward ${number(response.reward, 3)}`), ...parts,
-    element("span", {}, `advantage ${number(response.advantage, 3)}`),
+  const dot = element("i", { class: "dot" });
+  dot.style.background = rewardColour(response.reward);
+  const sign = response.advantage > 0 ? "good" : response.advantage < 0 ? "bad" : "";
+  const meta = element("div", { class: "meta" }, element("span", {}, dot, `no. ${i + 1}`),
+    element("b", {}, `reward ${number(response.reward, 3)}`), ...parts,
+    element("span", { class: sign }, `advantage ${response.advantage > 0 ? "+" : ""}${number(response.advantage, 3)}`),
     element("span", {}, `${response.length} tokens`), element("span", {}, `weights ${response.weights_version}`));
   if (response.truncated) meta.append(element("span", { class: "flag" }, "truncated"));
   return element("article", { class: "response" }, meta, tokens(response, scale, low, high));
 }
 
-function comparison(promptId) {
-  const same = index.filter((entry) => entry.prompt_id === promptId);
+async function comparison(group) {
+  const same = index.filter((entry) => entry.prompt_id === group.prompt_id);
   const box = element("section", { class: "diff" });
   if (new Set(same.map((entry) => entry.step)).size < 2) return box;
-  const options = same.map((entry) => ({ value: String(entry.row), text: `step ${entry.step}, reward ${number(entry.reward, 3)}, no. ${entry.row}` }));
-  const left = state.get("left") ?? options[0].value, right = state.get("right") ?? options.at(-1).value;
+  const options = same.flatMap((entry) => entry.rewards.map((reward, i) =>
+    ({ value: `${entry.number}.${i}`, text: `step ${entry.step}, no. ${i + 1}, reward ${number(reward, 3)}` })));
+  const known = (value, otherwise) => (options.some((option) => option.value === value) ? value : otherwise);
+  const left = known(state.get("left"), options[0].value), right = known(state.get("right"), options.at(-1).value);
+  const response = async (value) => (await responsesOf(Number(value.split(".")[0])))[Number(value.split(".")[1])].response;
   const a = choice("earlier response", options, left, (value) => { set("left", value); showDetail(); });
   const b = choice("later response", options, right, (value) => { set("right", value); showDetail(); });
-  const [before, after] = difference(words(row(Number(left)).response), words(row(Number(right)).response));
+  const [before, after] = difference(words(await response(left)), words(await response(right)));
   box.append(element("h2", {}, "The same prompt over steps"), element("div", { class: "bar" }, a, "→", b),
     element("div", { class: "columns" }, element("pre", {}, ...before), element("pre", {}, ...after)));
   return box;
@@ -229,6 +288,13 @@ filters.addEventListener("reset", () => {
 });
 filters.addEventListener("submit", (event) => event.preventDefault());
 document.getElementById("more").addEventListener("click", () => { limit += PAGE; showGroups(); });
-showGroups();
-showDetail();
-document.documentElement.dataset.ready = performance.now().toFixed(0);
+// The list scrolls to what the address opens, without moving the page.
+function showOpened() {
+  const opened = document.querySelector('#groups button[aria-current="true"]'), list = document.getElementById("browse");
+  if (opened) list.scrollTop += opened.getBoundingClientRect().top - list.getBoundingClientRect().top - list.clientHeight / 2;
+}
+
+Promise.all([showGroups().then(showOpened), showDetail()]).catch((error) => {
+  document.getElementById("count").textContent = typeof DecompressionStream === "undefined"
+    ? "This browser is too old for the page: it needs DecompressionStream (any of 2023 or newer)." : String(error);
+}).finally(() => { document.documentElement.dataset.ready = performance.now().toFixed(0); });

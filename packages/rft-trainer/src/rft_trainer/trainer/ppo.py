@@ -24,7 +24,7 @@ from rft_trainer.strategy.protocols import DataParallel, RolloutRuntime, Trainin
 from rft_trainer.trainer.averaging import WeightAverage
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.metrics import rollout_metrics
-from rft_trainer.trainer.phases import NoPhaseMemory, PhaseClock, PhaseMemory
+from rft_trainer.trainer.phases import RECORD, NoPhaseMemory, PhaseClock, PhaseMemory
 from rft_trainer.trainer.rates import TOKENS, Rates
 from rft_trainer.trainer.stop_signals import StopSignals
 from rft_trainer.trainer.update import PolicyUpdate
@@ -149,7 +149,7 @@ class PPOTrainer:
             update = self.update(self.actor, experiences, critic=self.critic, critic_only=warming)
         with self._clock("sync"):
             report = self.runtime.update_engine_weights(self.actor)
-        with self._clock("record"):
+        with self._clock(RECORD):
             self.keep_rollouts(step, experiences)
             self.finished_steps = step
             # Inside the phase: the reduction waits for the slowest rank.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from integration.lora_training import ROWS, weighted_loss
-from integration.test_training_run import config, low_bytes
+from integration.plain_training import config, low_bytes
 from rft_dist import ParallelLayout, build_rollout_groups
 from rft_dist.testing import run_ranks
 from rft_engines import EngineConfig, EngineState, GenerationRequest, HFEngine, SamplingParams

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rft_sync import (
@@ -13,6 +14,7 @@ from rft_sync import (
     BroadcastConfig,
     BroadcastManager,
     EngineNotReady,
+    ManifestMismatch,
     ModuleReceiver,
     NonFiniteWeight,
     RecordingReceiver,
@@ -274,10 +276,17 @@ def lost_on_one_rank(rank):
     manager.broadcast_to_engine()
     engine.weights_defined = rank != 1
     manager.broadcast_to_engine()
-    return [len(names) for call, names in receiver.calls if call == "load"]
+    loads = [len(names) for call, names in receiver.calls if call == "load"]
+    # A rank that stays away is named before any collective.
+    impatient = AdapterBroadcastManager.connect(model, receiver, BroadcastConfig(attendance_seconds=0.5))
+    if rank == 0:
+        with pytest.raises(ManifestMismatch, match=r"ranks \[1\] of 2 did not call"):
+            impatient.broadcast_to_engine()
+    dist.barrier()
+    return loads
 
 
 def test_one_engine_without_a_base_makes_all_ranks_send_it():
-    base = 7
+    base = 6  # embedding and head under both names, two weights and two biases
     for loads in spawn_ranks(lost_on_one_rank, 2):
         assert loads == [base, FACTORS, FACTORS, base, FACTORS]

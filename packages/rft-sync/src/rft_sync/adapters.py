@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rft_sync.agreement import any_rank, raise_together
+from rft_sync.attendance import await_ranks
 from rft_sync.errors import UnsupportedCombination
 from rft_sync.gate import EngineGate
 from rft_sync.manager import BroadcastConfig, BroadcastManager
@@ -79,8 +80,10 @@ class AdapterBroadcastManager(BroadcastManager):
             What the adapter's part sent and cost; the base weights' part is in the log.
 
         Raises:
+            ManifestMismatch: A rank of the group did not make this call; on those that did.
             WeightSyncError: The same error on every rank; the next call sends the base weights again.
         """
+        await_ranks("broadcast_to_engine", self._group, self.config.attendance_seconds)
         gate = EngineGate(self._engine, self.receiver, wake=self.config.on_asleep == "wake")
         if not any_rank(self._lacks_base(gate), self._group):
             return super().broadcast_to_engine(version)

@@ -89,23 +89,7 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
     settings = fitted_settings(config, strategy.model_form(actor))
     progress = Console(enabled=data.rank == 0, columns=STEP_COLUMNS)
     rollouts = _rollouts(config, strategy, ingredients, maker, progress)
-    resumed: TrainerState | None = None
-
-    def load(folder: Path) -> None:
-        _load_models(strategy, ingredients, folder)
-        if average is not None:
-            average.load(folder, data.rank)
-        rollouts.load_held(folder, data.rank)
-
-    if config.resume_from is not None:
-        resumed = checkpoints.load(
-            config.resume_from,
-            load,
-            strategy=strategy.backend.name,
-            # Unfinished responses and averages are kept by the rank that holds them.
-            resizable=strategy.backend.resizable and config.partial_rollout_tokens is None and average is None,
-            settings=settings,
-        )
+    resumed = _resumed(config, strategy, ingredients, checkpoints, settings, rollouts, average)
     finished = finished_steps(config, resumed)
     if finished is not None:
         data.on_main(lambda: drop_later_files(config.output_dir, finished))
@@ -137,6 +121,36 @@ def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredient
     if resumed is not None:
         trainer.resume(resumed)
     return trainer
+
+
+def _resumed(
+    config: RFTConfig,
+    strategy: Strategy,
+    ingredients: Ingredients,
+    checkpoints: CheckpointStore,
+    settings: dict[str, Any],
+    rollouts: Rollouts,
+    average: WeightAverage | None,
+) -> TrainerState | None:
+    """Read the checkpoint to continue from; None without one. Collective over the world."""
+    if config.resume_from is None:
+        return None
+    rank = strategy.data.rank
+
+    def load(folder: Path) -> None:
+        _load_models(strategy, ingredients, folder)
+        if average is not None:
+            average.load(folder, rank)
+        rollouts.load_held(folder, rank)
+
+    return checkpoints.load(
+        config.resume_from,
+        load,
+        strategy=strategy.backend.name,
+        # Unfinished responses and averages are kept by the rank that holds them.
+        resizable=strategy.backend.resizable and config.partial_rollout_tokens is None and average is None,
+        settings=settings,
+    )
 
 
 def _memory(

@@ -136,6 +136,33 @@ def test_a_refusal_before_anything_is_written_leaves_the_engine_object_as_it_was
     assert not manager.receiver.session.usable
 
 
+class Silent:
+    """A receiver that cannot be read back."""
+
+    def start(self, manifest):
+        pass
+
+    def load(self, bucket):
+        pass
+
+    def finish(self, version):
+        pass
+
+    def abort(self, reason):
+        pass
+
+
+def test_an_engine_that_cannot_be_read_back_is_said_once(caplog):
+    manager = BroadcastManager(source_for(Net(1)), Silent())
+    assert manager.broadcast_to_engine().tensors_verified == 0
+    assert "none of the 13 tensors could be read back through Silent" in caplog.text
+    caplog.clear()
+    manager.broadcast_to_engine()
+    BroadcastManager(source_for(Net(1)), Silent(), BroadcastConfig(verify="off")).broadcast_to_engine()
+    _connect()[0].broadcast_to_engine()
+    assert caplog.text == ""
+
+
 def test_verify_refuses_names_that_nobody_sends():
     manager, *_ = _connect()
     manager.broadcast_to_engine()

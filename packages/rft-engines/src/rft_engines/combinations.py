@@ -61,7 +61,9 @@ def _refusal(backend: str, weights: str, engine: str, modality: str) -> str:
 
 def _tested(backend: str, weights: str, engine: str, modality: str) -> Evidence:
     """Full and merged weights come as the same tensors under the same names, whichever backend trains them."""
-    return Evidence.NOTHING if weights == "lora_adapter" and modality == "vision" else Evidence.REAL
+    if modality == "text" or engine == "hf":
+        return Evidence.NOTHING if (weights, modality) == ("lora_adapter", "vision") else Evidence.REAL
+    return Evidence.STAND_IN if engine == "sglang" else Evidence.NOTHING
 
 
 def _row(backend: str, weights: str, engine: str, modality: str) -> Combination:

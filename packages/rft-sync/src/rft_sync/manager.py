@@ -161,4 +161,9 @@ class BroadcastManager:
         if self.config.share_weights and not shared_tensors(self.source, self.receiver):  # type: ignore[arg-type]
             share_weights(self.source, self.receiver)  # type: ignore[arg-type]
         logger.info("%s", report)
+        if self._finished == 1 and not report.tensors_verified and self.config.verify != "off":
+            logger.warning(
+                "none of the %d tensors could be read back through %s, so nothing was verified; compare the engine's "
+                "log-probabilities with the trainer's", report.tensors_sent, type(self.receiver).__name__,
+            )  # fmt: skip
         return report

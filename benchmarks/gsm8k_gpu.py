@@ -36,8 +36,10 @@ def command(stage: str, seed: int, arguments: argparse.Namespace) -> list[str]:
 
     folder = stage_folder(arguments.output, stage, seed)
     train, test = arguments.data
-    # No recipe of the run says less than these; what stands behind them wins.
+    # Of a flag that is given twice the last one counts, so further flags win.
     flags = ["--recipe", "smollm2-gsm8k", "--dataset", str(train), "--eval_dataset", str(test), "--seed", str(seed)]
+    if arguments.model is not None and stage != "control":
+        flags += ["--pretrain", arguments.model]
     if stage == "base":
         flags += ["--warm_start_epochs", "0", "--max_steps", "0"]
     elif stage == "reinforcement":
@@ -59,7 +61,13 @@ def stage_folder(output: Path, stage: str, seed: int) -> Path:
 
 def run(stage: str, seed: int, arguments: argparse.Namespace) -> bool:
     """Run a stage within its limit; whether it ended well."""
-    words = command(stage, seed, arguments)
+    from rft_trainer.errors import ConfigurationError
+
+    try:
+        words = command(stage, seed, arguments)
+    except ConfigurationError as missing:
+        print(f"{stage}, seed {seed}: not run, {missing}", flush=True)
+        return False
     print("+", " ".join(words), flush=True)
     start = time.monotonic()
     process = subprocess.Popen(words)
@@ -139,6 +147,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit_seconds", type=float, default=560.0, help="wall clock of each stage")
     parser.add_argument("--validation", type=int, default=0, help="train problems to evaluate on instead of the test")
     parser.add_argument("--rows", type=int, default=0, help="use the first rows of each file only, for a rehearsal")
+    parser.add_argument("--model", help="another model than the recipe's, as --pretrain takes it")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("further", nargs="*", help="flags of apps/gsm8k for every stage, after --")
     return parser.parse_args()

@@ -112,8 +112,9 @@ def train(config: RFTConfig, inputs: Inputs, strategy: Strategy, *, started: flo
         prompts=inputs.train,
         held_out=inputs.held_out,
         rewards=gsm8k_rewards(),
+        started=started,
     )
-    trainer = build_trainer(config, strategy, ingredients, started=started)
+    trainer = build_trainer(config, strategy, ingredients)
     evaluations = trainer.fit()
     # Without a round the model is the one that the run began with, and lies where it lay.
     if trainer.finished_steps:

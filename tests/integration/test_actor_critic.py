@@ -165,13 +165,18 @@ def in_turn(rank, world, plans):
     return [train(rank, world, settings) for settings in plans]
 
 
-def test_resume_is_bit_equal_with_critic_and_coefficient(folder, tmp_path):
+@pytest.mark.parametrize(
+    "strategy",
+    [{"fsdp": True}, *(pytest.param({"fsdp": False, "zero_stage": s}, marks=pytest.mark.slow) for s in (2, 3))],
+    ids=lambda strategy: "fsdp2" if strategy["fsdp"] else f"zero{strategy['zero_stage']}",
+)
+def test_resume_is_bit_equal_with_critic_and_coefficient(folder, tmp_path, strategy):
     """From a checkpoint of the warm-up too, when the actor's optimiser has not begun; saving itself changes nothing."""
     saved = tmp_path / "b" / "checkpoints" / "step_000001"
     plans = [
-        config(folder, tmp_path / "a"),
-        config(folder, tmp_path / "b", save_steps=1),
-        config(folder, tmp_path / "c", resume_from=saved),
+        config(folder, tmp_path / "a", **strategy),
+        config(folder, tmp_path / "b", save_steps=1, **strategy),
+        config(folder, tmp_path / "c", resume_from=saved, **strategy),
     ]
     for unbroken, *others in run_ranks(in_turn, 2, plans, timeout_seconds=500):
         for got in others:

@@ -169,6 +169,9 @@ def test_resume_is_bit_equal(broken_and_whole, strategy):
     assert [row["step"] for row in rows(broken)] == [1, 2, 3, 4]
     assert rows(broken) == rows(whole)
     for row in metrics(whole):
+        phases = {n: v for n, v in row.items() if n.startswith("perf/seconds_") and n != "perf/seconds_step"}
+        assert sum(phases.values()) == pytest.approx(row["perf/seconds_step"], rel=1e-6)
+        assert min(phases.values()) >= 0
         assert undocumented(set(row) - {"step"}) == []
         assert [m.name for m in documented() if m.when == "always" and not any(map(m.matches, row))] == []
     assert rollouts(broken) == rollouts(whole)

@@ -63,8 +63,8 @@ def smollm2_gsm8k() -> RFTConfig:
         # Seven groups in ten are all right or all wrong: one round, and only the others are trained on.
         dynamic_sampling=True,
         dynamic_sampling_rounds=1,
-        # Several steps to a rollout, by what is left of it.
-        train_batch_size=256,
+        # About five steps to a rollout, by what is left of it.
+        train_batch_size=128,
         micro_train_batch_size=128,
         packing=True,
         actor_learning_rate=3e-5,

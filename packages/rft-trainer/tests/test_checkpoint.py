@@ -123,6 +123,9 @@ def test_a_folder_that_is_not_complete_is_never_trusted(tmp_path):
     (root / "step_000003").mkdir()
     (root / "latest").write_text("step_000003")
     assert find_checkpoint(root).name == "step_000002"
+    for spoilt in (b"", b"\0\0\0", b"\xff\xfe step", b"step_000009", b"../../elsewhere"):
+        (root / "latest").write_bytes(spoilt)
+        assert find_checkpoint(root).name == "step_000002"
     manifest = root / "step_000002" / "manifest.json"
     manifest.write_text(manifest.read_text()[:-20])
     assert find_checkpoint(root).name == "step_000001"

@@ -33,8 +33,10 @@ def test_what_is_missing_is_named(error, base, tmp_path):
 
 def test_an_earlier_run_is_not_overwritten(error, base, tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(json.dumps({"seed": 1}))
-    assert "it already holds a run" in error("--from_model", base, "--output_dir", tmp_path / "run")
+    config = tmp_path / "run" / "config.json"
+    config.write_text(json.dumps({"output_dir": str(tmp_path / "run"), "overwrite": True}))
+    assert "give --output_dir with a new folder" in error("--config", config, "--from_model", base)
+    assert config.is_file()
 
 
 def test_a_model_that_a_checkpoint_cannot_hold_is_refused(error, base, tmp_path):

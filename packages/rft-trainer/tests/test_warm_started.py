@@ -23,5 +23,5 @@ def test_a_checkpoint_stands_on_the_warm_start_of_its_own_run(tmp_path):
 
 def test_adapters_whose_base_is_gone_are_refused(tmp_path):
     assert warm_started_folder(config(tmp_path)) is None
-    with pytest.raises(ConfigurationError, match="adapters on the warm-started model .* which is not there"):
+    with pytest.raises(ConfigurationError, match=r"adapters on the warm-started model .* which is not there"):
         warm_started_folder(config(tmp_path, lora_rank=2))

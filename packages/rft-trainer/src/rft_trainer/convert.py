@@ -83,11 +83,15 @@ def to_checkpoint(config: RFTConfig, model: str) -> str:
     """A checkpoint before the first step with the weights of the folder `model`; its place. Collective over the world.
 
     Raises:
-        ConfigurationError: the folder holds no model, or none that a checkpoint of this run can hold.
+        ConfigurationError: the folder holds no model, or none that a checkpoint of this run can hold; or `output_dir`
+            holds something.
     """
-    # The reference of a run without a model of its own is the one that it begins with.
-    config = replace(config, pretrain=config.pretrain or model, resume="off", resume_from=None)
+    # The reference of a run without a model of its own is the one that it begins with. The config.json of a run that
+    # was allowed to overwrite an earlier one allows nothing here.
+    config = replace(config, pretrain=config.pretrain or model, resume="off", resume_from=None, overwrite=False)
     assert config.pretrain is not None
+    if config.output_dir.exists() and not (config.output_dir.is_dir() and not any(config.output_dir.iterdir())):
+        raise ConfigurationError(f"output_dir is {config.output_dir}: it is there; give --output_dir with a new folder")
     check_output(config)
     one_process_without_torchrun()
     quieten_transformers()

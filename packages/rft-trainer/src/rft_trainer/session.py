@@ -74,15 +74,12 @@ class Ingredients:
     held_out: Sequence[EncodedPrompt] | Mapping[str, Sequence[EncodedPrompt]]
     """One set, or several by name."""
     rewards: RewardComputationEngine
+    started: float | None = None
+    """`time.perf_counter()` at the run's start, from which `max_seconds` counts; None: when the trainer is made."""
 
 
-def build_trainer(
-    config: RFTConfig, strategy: Strategy, ingredients: Ingredients, *, started: float | None = None
-) -> PPOTrainer:
-    """A trainer ready to `fit`; resumed when the configuration names a checkpoint. Collective over the world.
-
-    `started` is `time.perf_counter()` of the run's start, from which `max_seconds` counts; None: now.
-    """
+def build_trainer(config: RFTConfig, strategy: Strategy, ingredients: Ingredients) -> PPOTrainer:
+    """A trainer ready to `fit`; resumed when the configuration names a checkpoint. Collective over the world."""
     actor, data = ingredients.actor, strategy.data
     check_ingredients(config, ingredients)
     kl = config.kl_controller()
@@ -134,7 +131,7 @@ def build_trainer(
         logger=LoggerGroup(make_loggers(config, finished) if data.rank == 0 else ()),
         progress=progress,
         keep_rollouts=rollout_keeper(config, tokenizer=ingredients.tokenizer, rank=data.rank, world_size=data.size),
-        guard=WallClockGuard(config.max_seconds, started=started),
+        guard=WallClockGuard(config.max_seconds, started=ingredients.started),
         memory=_memory(config, strategy, ingredients, maker, average),
     )
     if resumed is not None:

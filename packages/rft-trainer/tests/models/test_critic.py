@@ -47,7 +47,9 @@ def test_training_mode_scores_as_evaluation_mode(folder):
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.5
     model.model.layers[0].mlp.act_fn = nn.Sequential(model.model.layers[0].mlp.act_fn, nn.Dropout(0.5))
+    model.model.layers[1].mlp.activation_dropout = 0.5
     actor, layout = Actor(model), padded_layout(PROMPTS, RESPONSES, 0)
+    assert model.model.layers[1].mlp.activation_dropout == 0.0
     scored = actor.eval()(layout).log_probs
     assert torch.equal(actor.train()(layout).log_probs, scored)
     assert actor.training

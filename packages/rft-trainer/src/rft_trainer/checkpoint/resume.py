@@ -49,7 +49,7 @@ def find_checkpoint(root: Path) -> Path | None:
     latest = root / LATEST
     candidates = complete_checkpoints(root)[::-1]
     if latest.is_file():
-        name = latest.read_text(encoding="utf-8").strip()
+        name = latest.read_text(encoding="utf-8", errors="replace").strip()
         # A kill between the two renames of a checkpoint that is written again leaves the old one under this name.
         candidates = [root / name, replaced_folder(root / name), *candidates]
     return next((folder for folder in candidates if _is_complete(folder)), None)

@@ -65,8 +65,9 @@ def without_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
+        # Some models keep probabilities as numbers: dropout, attention_dropout, activation_dropout, attn_pdrop, ...
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
     return model
 

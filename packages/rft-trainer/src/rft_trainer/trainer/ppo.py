@@ -110,8 +110,9 @@ class PPOTrainer:
         self._clock.restart()
         with self._clock("sync"):
             self.runtime.update_engine_weights(self.actor)
-        if self.finished_steps == 0:
-            self.evaluate(0)
+        # Before the first step; or after a signal, which has put the evaluation of its step off.
+        if self._evaluates_after(self.finished_steps):
+            self.evaluate(self.finished_steps)
         while self.finished_steps < config.max_steps:
             self.step()
             step = self.finished_steps
@@ -119,7 +120,7 @@ class PPOTrainer:
             if last and step < config.max_steps:
                 self.progress.line(f"max_seconds {config.max_seconds:g}: step {step} is the last that fits")
             stopping = bool(self.data.most(int(stop.requested))) and not last
-            if not stopping and (last or (config.eval_steps and step % config.eval_steps == 0)):
+            if not stopping and self._evaluates_after(step):
                 self.evaluate(step)
             saves = last or bool(config.save_steps and step % config.save_steps == 0)
             if saves or (stopping and config.save_on_interrupt):
@@ -127,6 +128,12 @@ class PPOTrainer:
             if stopping:
                 self._settle_save(wait=True)
                 raise RunInterrupted(f"stopped by a signal after step {step}: go on with --resume auto")
+
+    def _evaluates_after(self, step: int) -> bool:
+        """An evaluation belongs there and is not made; equal on every rank."""
+        every = self.config.eval_steps
+        due = step in (0, self.config.max_steps) or bool(every and step % every == 0)
+        return due and step not in self.evaluations
 
     def step(self) -> dict[str, float]:
         """One round: rollout, roles, update, sync; its metrics, equal on all ranks. Collective over the world."""
@@ -144,12 +151,9 @@ class PPOTrainer:
             report = self.runtime.update_engine_weights(self.actor)
         with self._clock("record"):
             self.keep_rollouts(step, experiences)
-        self.finished_steps = step
-        counts = {f"rollout/counts/{name}": count for name, count in self.maker.take_reward_counts().items()}
-        facts |= {**counts, "rollout/responses": Sum(float(len(experiences)))}
-        facts[TOKENS] = Sum(float(sum(e.length for e in experiences)))
-        facts[TRAINED] = Sum(float(sum(int(e.response_mask.sum()) for e in experiences)))
-        metrics = self.data.reduce_metrics({**rollout_metrics(experiences, self.sampling.n), **facts, **update})
+            self.finished_steps = step
+            # Inside the phase: the reduction waits for the slowest rank.
+            metrics = self.data.reduce_metrics({**self._counted(experiences), **facts, **update})
         if lag is not None:
             metrics["rollout/weight_lag"] = float(lag)
         metrics["sync/version"] = float(report.version)
@@ -159,6 +163,17 @@ class PPOTrainer:
         if GAP in metrics and metrics[TRAINED]:
             self.config.gap_limit().check(metrics[GAP])
         return metrics
+
+    def _counted(self, experiences: Sequence[Experience]) -> dict[str, Any]:
+        """What this rank's rollouts add to the metrics of the step."""
+        counts = {f"rollout/counts/{name}": count for name, count in self.maker.take_reward_counts().items()}
+        return {
+            **rollout_metrics(experiences, self.sampling.n),
+            **counts,
+            "rollout/responses": Sum(float(len(experiences))),
+            TOKENS: Sum(float(sum(e.length for e in experiences))),
+            TRAINED: Sum(float(sum(int(e.response_mask.sum()) for e in experiences))),
+        }
 
     def _roles(self) -> Roles:
         critic = None if self.critic is None else self.critic.module

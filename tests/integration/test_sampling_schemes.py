@@ -86,9 +86,27 @@ def trained(results, step):
     return [row for result in results for row in result[1][step]]
 
 
+def train_and_count_syncs(rank, world, settings):
+    """(number of times that the engine got its weights, what `train` gives)."""
+    syncs, broadcast = [], BroadcastManager.broadcast_to_engine
+
+    def counted(manager, version=None):
+        syncs.append(version)
+        return broadcast(manager, version)
+
+    BroadcastManager.broadcast_to_engine = counted
+    results = train(rank, world, settings)
+    return len(syncs), results
+
+
 def test_dynamic_sampling_fills_the_batch_alike_on_one_and_two_ranks(folder, tmp_path):
+    """The one rank's engine sleeps while the actor learns, and gets its weights once a step, whatever the rounds."""
     changes = {"dynamic_sampling": True}
-    alone = run(1, config(folder, tmp_path / "one", **changes))
+    sleeping = config(folder, tmp_path / "one", **changes, enable_engine_sleep=True)
+    ((syncs, results),) = run_ranks(train_and_count_syncs, 1, sleeping, timeout_seconds=500)
+    alone = [results]
+    # before the first step, and after each
+    assert syncs == 1 + 3
     both = run(2, config(folder, tmp_path / "two", **changes))
     for step in range(3):
         assert sorted(trained(both, step)) == sorted(trained(alone, step))
@@ -103,30 +121,6 @@ def test_dynamic_sampling_fills_the_batch_alike_on_one_and_two_ranks(folder, tmp
     assert all(0 < m["rollout/kept_groups"] < 1 for m in metrics)
     for name, tensor in alone[0][2].items():
         assert torch.allclose(both[1][2][name], tensor, atol=5e-5), name
-
-
-def train_and_count_syncs(rank, world, settings):
-    """(syncs of the run, metrics of each step, weights)."""
-    syncs, broadcast = [], BroadcastManager.broadcast_to_engine
-
-    def counted(manager, version=None):
-        syncs.append(version)
-        return broadcast(manager, version)
-
-    BroadcastManager.broadcast_to_engine = counted
-    logged, _, weights = train(rank, world, settings)
-    return len(syncs), logged, weights
-
-
-def test_an_engine_that_sleeps_gets_its_weights_once_a_step_however_many_rounds_are_sampled(folder, tmp_path):
-    settings = config(folder, tmp_path / "run", dynamic_sampling=True, enable_engine_sleep=True, max_steps=2)
-    ((syncs, logged, weights),) = run_ranks(train_and_count_syncs, 1, settings, timeout_seconds=500)
-    assert max(step["rollout/sampling_rounds"] for step in logged) >= 2
-    # before the first step, and after each
-    assert syncs == 1 + 2
-    awake = replace(settings, output_dir=tmp_path / "awake", enable_engine_sleep=False)
-    ((_, _, expected),) = run(1, awake)
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 def test_partial_rollouts_are_bounded_in_age_and_resume(folder, tmp_path):

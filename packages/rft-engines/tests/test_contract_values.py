@@ -148,7 +148,7 @@ def test_sleep_table_states_what_each_level_does():
     [
         ("kind", "tgi"), ("dtype", "int8"), ("memory_utilization", 0), ("memory_utilization", 1.5), ("tp_size", 0),
         ("max_model_len", 0), ("kv_cache_bytes", 0), ("max_rows", 0), ("seed", -1), ("seed", 1.5), ("tp_size", None),
-        ("tp_size", True), ("tp_size", 2.0), ("max_rows", "64"),
+        ("tp_size", True), ("tp_size", 2.0), ("max_rows", "64"), ("memory_utilization", "0.5"), ("options", [1]),
     ],
 )  # fmt: skip
 def test_wrong_configuration_names_field_and_value(field, value):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from rft_engines import (
     EngineConfig,
@@ -67,6 +68,8 @@ def test_wrong_arguments_are_named(model, tmp_path):
         create_engine("hf", model=model, lora_rank=-1)
     with pytest.raises(UnsupportedCombinationError, match="'sglang' and lora_rank=4"):
         create_engine("sglang", model_path="m", lora_rank=4)
+    with pytest.raises(UnsupportedCombinationError, match="'hf' and a Linear"):
+        create_engine("hf", model=torch.nn.Linear(2, 2))
     with pytest.raises(UnsupportedCombinationError, match="'vllm' and a module"):
         create_engine("vllm", model_path="m", model=model)
 

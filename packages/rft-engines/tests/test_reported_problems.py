@@ -25,7 +25,9 @@ from rft_engines.answers import sampled_log_prob
 from rft_engines.combinations import COMBINATIONS, Evidence, check_combination, combinations_table
 from rft_engines.drift import log_prob_gap, padded_log_probs
 from rft_engines.memory import SleepMemory
+from rft_engines.sglang.arguments import refuse_unsupported
 from rft_engines.testing import ScriptedEngine
+from rft_engines.vllm.arguments import LOWEST_TEMPERATURE
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 END = 9
@@ -274,6 +276,18 @@ def test_a_cancelled_update_leaves_the_weights_as_they_were(undefined):
     engine.wake_up()
     assert engine.state is (EngineState.WEIGHTS_UNDEFINED if undefined else EngineState.READY)
     assert engine.weights_version == 0
+
+
+def test_a_temperature_that_an_engine_would_change_in_silence_is_refused():
+    for temperature, engine, lowest in ((0.001, "vllm", LOWEST_TEMPERATURE), (1e-7, "sglang", 1e-6)):
+        with pytest.raises(
+            UnsupportedCombinationError, match=f"'{engine}' and temperature={temperature}: below {lowest}"
+        ):
+            SamplingParams(temperature=temperature).refuse_temperature_below(lowest, engine)
+        for right in (0, lowest, 1.0):
+            SamplingParams(temperature=right).refuse_temperature_below(lowest, engine)
+    with pytest.raises(UnsupportedCombinationError, match="temperature=1e-07"):
+        refuse_unsupported(SamplingParams(temperature=1e-7), None, tokenizer=True)
 
 
 def test_ids_in_place_of_a_request_are_refused():

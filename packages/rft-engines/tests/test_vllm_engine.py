@@ -84,6 +84,11 @@ def test_images_are_refused_by_a_model_of_text(engine):
         engine.generate([GenerationRequest((5,), images=("picture",))], SamplingParams())
 
 
+def test_a_temperature_that_vllm_would_raise_is_refused(engine):
+    with pytest.raises(UnsupportedCombinationError, match=r"below 0\.01"):
+        engine.generate([GenerationRequest((5,))], SamplingParams(temperature=0.009))
+
+
 def write_weights(engine, model):
     """vLLM's own reload: on the CPU its kernels hold packed weights."""
     weights = [(name, value.detach().clone()) for name, value in model.state_dict().items()]

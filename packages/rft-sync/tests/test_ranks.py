@@ -1,6 +1,7 @@
 """Several ranks: one error for all, agreement before the first byte, LoRA on sharded models, separate processes."""
 
 import copy
+import importlib
 import os
 import time
 
@@ -323,6 +324,57 @@ def _separate_failures(rank):
         assert not receiver.session.usable
         assert all(torch.equal(a, b) for a, b in zip(engine._module.parameters(), model.parameters(), strict=True))
     return results
+
+
+class Flips(ModuleReceiver):
+    """An engine whose loader changes one bit."""
+
+    def load(self, bucket):
+        super().load(bucket)
+        if "k_proj.weight" in bucket.names:
+            self._places["k_proj.weight"].view().view(-1)[:1].view(torch.int32)[0] ^= 1
+
+
+def _changed_on_the_way(rank):
+    model, results = Net(1), []
+    engine = ModuleReceiver(Net(2))
+    ring = importlib.import_module("rft_sync.transfer")._Ring
+    arrived = ring.buffer
+    for case in ("loader", "wire", "good"):
+        if rank == 1 and case == "wire":
+
+            def flipped(self, index):
+                buffer = arrived(self, index)
+                if index == 1:
+                    buffer[40] ^= 1
+                return buffer
+
+            ring.buffer = flipped
+        try:
+            if rank == 0:
+                send_weights(ModuleSource(model), version=1, bucket_bytes=150)
+            else:
+                receive_weights(Flips(Net(2)) if case == "loader" else engine)
+            results.append("ok")
+        except WeightSyncError as error:
+            results.append((type(error).__name__, str(error).partition(";")[0]))
+            assert case == "loader" or rank == 0 or not engine.session.usable
+        ring.buffer = arrived
+    if rank == 1:
+        assert engine.session.usable
+        assert all(torch.equal(a, b) for a, b in zip(engine._module.parameters(), model.parameters(), strict=True))
+    return results
+
+
+def test_a_bit_flipped_on_the_way_or_by_the_loader_is_found_on_both_sides():
+    sender, engine = spawn_ranks(_changed_on_the_way, 2)
+    assert sender == engine
+    assert sender[0] == (
+        "VerificationFailed",
+        "1 of 6 tensors in the engine differ from what was sent: ['k_proj.weight']",
+    )
+    assert sender[1] == ("VerificationFailed", "bucket 1 was changed on its way")
+    assert sender[2] == "ok"
 
 
 class OtherRelease(ModuleReceiver):

@@ -51,12 +51,17 @@ class EngineConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # What a caller without a type checker may have given.
+        options: Any = self.options
+        share: Any = self.memory_utilization
+        if not isinstance(options, Mapping):
+            raise ValueError(f"EngineConfig.options={self.options!r}: give a mapping of names to values")  # noqa: TRY004
         object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
         if self.kind not in ENGINE_KINDS:
             raise ValueError(f"EngineConfig.kind={self.kind!r}: give one of {list(ENGINE_KINDS)}")
         if self.dtype not in _DTYPES:
             raise ValueError(f"EngineConfig.dtype={self.dtype!r}: give one of {list(_DTYPES)}")
-        if not 0 < self.memory_utilization <= 1:
+        if not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(
                 f"EngineConfig.memory_utilization={self.memory_utilization!r}: give a share above 0, at most 1"
             )

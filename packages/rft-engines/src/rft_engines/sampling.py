@@ -89,6 +89,14 @@ class SamplingParams:
                 "for all tokens of a response; use the embedded engine 'hf'"
             )
 
+    def refuse_temperature_below(self, lowest: float, engine: str) -> None:
+        """Raise UnsupportedCombinationError for an engine that silently samples with another temperature there."""
+        if 0 < self.temperature < lowest:
+            raise UnsupportedCombinationError(
+                f"engine {engine!r} and temperature={self.temperature}: below {lowest} it samples with another "
+                f"temperature than it is given; use 0 (greedy) or {lowest} and above"
+            )
+
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken at each step."""

@@ -1,8 +1,9 @@
 """Weights for an engine that lives in another process: flat buckets over a process group, two in flight.
 
 The receivers answer to the plan before the first byte, so that what one of them cannot take is refused with nothing
-written. The sender fills one buffer while the other travels. Each buffer starts with a status word, so that a sender
-that fails tells the receivers, and receivers answer at the end, so that a receiver that fails tells the trainers.
+written. The sender fills one buffer while the other travels. Each buffer starts with a header: a sender that fails
+tells the receivers so, and the fingerprint of the payload tells them that it came as it was sent. Receivers answer at
+the end, so that a receiver that fails, or holds something else than it got, tells the trainers.
 """
 
 import json
@@ -14,16 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rft_sync.agreement import agree_on_digest, as_sync_error, is_distributed, raise_together
-from rft_sync.errors import ManifestMismatch, WeightSyncError
+from rft_sync.errors import ManifestMismatch, VerificationFailed, WeightSyncError
+from rft_sync.fingerprint import fingerprint, fingerprint_tensor
 from rft_sync.manifest import Manifest, build_manifest
 from rft_sync.parameters import ALIGNMENT_BYTES, Bucket, ParamMeta
 from rft_sync.receivers.protocol import WeightReceiver
 from rft_sync.scan import Piece, Scanner
 from rft_sync.sources.protocol import ParameterSource
 from rft_sync.update import check_finite
+from rft_sync.verification import ReadBackCheck
 from rft_sync.wire import broadcast_text, gather_values, wire_device
 
-_HEADER_BYTES = ALIGNMENT_BYTES  # first byte: 0 the payload is good, 1 the sender failed
+# First byte: 0 the payload is good, 1 the sender failed. Last eight: the payload's fingerprint.
+_HEADER_BYTES = ALIGNMENT_BYTES
+_FINGERPRINT = slice(8, 16)
 _BUFFERS = 2
 
 
@@ -70,6 +75,33 @@ def manifest_from_json(text: str) -> tuple[Manifest, int]:
 def _is_member(group: dist.ProcessGroup | None) -> bool:
     """`new_group` gives outsiders a number in place of a group."""
     return not isinstance(group, int)
+
+
+def _payload(buffer: Tensor, bucket: Bucket) -> Tensor:
+    return buffer[_HEADER_BYTES : _HEADER_BYTES + bucket.nbytes]
+
+
+def _seal(buffer: Tensor, bucket: Bucket, *, failed: bool) -> None:
+    """Write the header of a buffer that holds `bucket`, or nothing when the sender `failed`."""
+    buffer[0] = int(failed)
+    if not failed:
+        found = fingerprint_tensor(_payload(buffer, bucket))
+        buffer[_FINGERPRINT].view(torch.int64).copy_(found.view(1))
+
+
+def _opened(buffer: Tensor, bucket: Bucket) -> Bucket | None:
+    """`bucket` with the tensors in `buffer`; None when the sender failed.
+
+    Raises:
+        VerificationFailed: The bytes are not those that were sent.
+    """
+    if int(buffer[0]) != 0:
+        return None
+    if fingerprint(_payload(buffer, bucket)) != int(buffer[_FINGERPRINT].view(torch.int64)):
+        raise VerificationFailed(
+            f"bucket {bucket.index} was changed on its way; it holds {list(bucket.names)}", bucket.names
+        )
+    return bucket.unpacked(buffer[_HEADER_BYTES:])
 
 
 class _Ring:
@@ -199,7 +231,7 @@ def _stream(
         except Exception as found:  # noqa: BLE001 -- the receivers are told in the header, all trainers at the end
             error = error or found
         if ring is not None and buffer is not None and src is not None:
-            buffer[0] = 0 if error is None else 1
+            _seal(buffer, bucket, failed=error is not None)
             ring.broadcast(index, bucket.nbytes, src, group)
     if ring is not None:
         ring.drain()
@@ -218,16 +250,19 @@ def receive_weights(
     src: int = 0,
     group: dist.ProcessGroup | None = None,
     on_bucket: Callable[[Bucket], None] | None = None,
+    verify: bool = True,
 ) -> int:
     """Receive one update from `send_weights` into `receiver`. Collective over `group`.
 
-    The next bucket arrives while this one is loaded.
+    The next bucket arrives while this one is loaded. What arrives is compared with what was sent, and what the engine
+    holds in the end with what arrived.
 
     Args:
         receiver: The engine's side.
         src: Global rank of the sending trainer.
         group: The sender and the receivers.
         on_bucket: Called after each bucket was loaded.
+        verify: Read every tensor back that the receiver can show.
 
     Returns:
         The version that the receiver now has.
@@ -240,11 +275,13 @@ def receive_weights(
     if "error" in json.loads(text):
         raise WeightSyncError(f"the sender could not plan the update: {json.loads(text)['error']}")
     manifest, version = _started(receiver, text, group)
-    error = _drain_into(receiver, manifest, src, group, on_bucket)
+    check = ReadBackCheck(receiver, manifest.names if verify else (), Scanner())
+    error = _drain_into(receiver, manifest, src, group, on_bucket, check)
     failure = _first_failure(error, group)
     if failure is None:
         try:
             receiver.finish(version)
+            check.compare()
         except Exception as found:  # noqa: BLE001 -- answered in the second round
             error = found
         failure = _first_failure(error, group)
@@ -286,6 +323,7 @@ def _drain_into(
     src: int,
     group: dist.ProcessGroup | None,
     on_bucket: Callable[[Bucket], None] | None,
+    check: ReadBackCheck,
 ) -> Exception | None:
     """Take every bucket off the wire, and load it unless something failed. Collective over `group`."""
     buckets = manifest.buckets()
@@ -299,15 +337,24 @@ def _drain_into(
         if ahead < len(buckets):
             ring.broadcast(ahead, buckets[ahead].nbytes, src, group)
         buffer = ring.buffer(index)
-        good = good and int(buffer[0]) == 0
         if error is not None or not good:
             continue
         try:
-            handle = receiver.load(bucket.unpacked(buffer[_HEADER_BYTES:]))
-            if handle is not None:
-                handle.wait()  # the buffer is overwritten by the bucket after the next
-            if on_bucket is not None:
+            filled = _opened(buffer, bucket)
+            good = filled is not None
+            if filled is not None:
+                _load(receiver, filled, check)
+            if filled is not None and on_bucket is not None:
                 on_bucket(bucket)
         except Exception as found:  # noqa: BLE001 -- answered at the end
             error = found
     return error
+
+
+def _load(receiver: WeightReceiver, filled: Bucket, check: ReadBackCheck) -> None:
+    pieces = {name: Piece(tensor, tensor.dtype) for name, tensor in filled}
+    check.note(pieces)
+    handle = receiver.load(filled)
+    if handle is not None:
+        handle.wait()  # the buffer is overwritten by the bucket after the next
+    check.note_parts(pieces)

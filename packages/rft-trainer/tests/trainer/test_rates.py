@@ -1,6 +1,7 @@
 """Rates by hand, and phases that add up."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,3 +45,21 @@ def test_phases_add_up_to_the_step():
     assert sum(seconds.values()) == pytest.approx(step, rel=0.02)
     assert seconds["generate"] >= 0.02
     assert seconds["other"] < step / 2
+
+
+def test_what_is_noted_after_a_phase_is_recording_and_not_lost(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("rft_trainer.trainer.phases.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def passes(seconds):
+        now[0] += seconds
+
+    clock = PhaseClock(torch.device("cpu"), enter=lambda name: passes(0.25), leave=lambda name: passes(0.5))
+    for name in ("generate", "update"):
+        with clock(name):
+            passes(2.0)
+    with clock("record"):
+        passes(1.0)
+    passes(0.125)
+    assert clock.seconds() == {"generate": 2.25, "update": 2.25, "record": 2.75, "other": 0.125, "step": 7.375}
+    assert clock.border_seconds == 0.75

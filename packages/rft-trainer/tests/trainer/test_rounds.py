@@ -1,6 +1,7 @@
 """The order of rounds, evaluations and checkpoints, with parts that only say that they were called."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +15,11 @@ from rft_trainer.trainer import PPOTrainer
 class Recorded(PPOTrainer):
     """One whose parts are lines in `calls`; a signal comes during step `stop_at`, an error in step `fail_at`."""
 
-    def __init__(self, calls, *, finished=0, evaluations=(), stop_at=None, fail_at=None, unfinished=None, **changes):
+    def __init__(self, calls, *, finished=0, evaluations=(), stop_at=None, fail_at=None, over_at=None, unfinished=None):
         self.calls, self.finished_steps, self.evaluations = calls, finished, {step: {} for step in evaluations}
-        self.config = RFTConfig(max_steps=5, eval_steps=2, save_steps=2, **changes)
+        self.config = RFTConfig(max_steps=5, eval_steps=2, save_steps=2)
         self.data, self.actor = AloneDataParallel(), None
+        self.guard = SimpleNamespace(is_over=lambda: self.finished_steps == over_at)
         self.stop_at, self.fail_at = stop_at, fail_at
         self.runtime = SimpleNamespace(update_engine_weights=lambda actor: calls.append("sync"))
         self.logger = SimpleNamespace(close=lambda: calls.append("closed"))
@@ -54,6 +56,14 @@ def test_a_run_evaluates_before_it_saves():
     assert " ".join(calls) == (
         "sync evaluate 0 step 1 step 2 evaluate 2 save 2 step 3 step 4 evaluate 4 save 4 step 5 evaluate 5 save 5"
     )
+
+
+def test_a_run_whose_time_is_over_evaluates_its_last_step():
+    calls = []
+    run = Recorded(calls, over_at=3)
+    run.config = replace(run.config, max_seconds=60.0)
+    run.rounds()
+    assert calls[-4:] == ["step 3", "max_seconds 60: step 3 is the last that fits", "evaluate 3", "save 3"]
 
 
 def test_an_evaluation_that_a_signal_put_off_is_made_on_resume_and_no_other_twice():

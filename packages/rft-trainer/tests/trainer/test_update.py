@@ -54,12 +54,15 @@ class Alone:
 
 
 class Plain:
-    """Plain torch; gradients are dropped, weights stay."""
+    """Plain torch; gradients are kept aside, weights stay."""
+
+    gradients = ()
 
     def backward(self, state, loss, *, last):
         loss.backward()
 
     def optimizer_step(self, state):
+        self.gradients = [p.grad.clone() for p in state.network.parameters() if p.grad is not None]
         state.network.zero_grad(set_to_none=True)
         return StepReport(grad_norm=0.0, learning_rate=0.0, skipped=False)
 
@@ -93,7 +96,7 @@ def rows(count):
     ]
 
 
-def one_update(actor, experiences, **changes):
+def one_update(actor, experiences, *, backend=None, responses=2, **changes):
     chosen = {
         "init_kl_coef": 0.1,
         "entropy_coef": 0.01,
@@ -106,9 +109,9 @@ def one_update(actor, experiences, **changes):
     )
     update = PolicyUpdate(
         update_config(config),
-        backend=Plain(),
+        backend=backend or Plain(),
         data=Alone(),
-        planner=MicroBatchPlanner(Alone(), responses=2, keep_order=config.share_prompts),
+        planner=MicroBatchPlanner(Alone(), responses=responses, keep_order=config.share_prompts),
         collator=Collator(pad_token_id=0, device=torch.device("cpu"), layout=config.batch_layout),
         kl=config.kl_controller(),
         on_step=lambda: None,
@@ -199,3 +202,34 @@ def test_without_a_coefficient_no_reference_is_read(actor):
     metrics = one_update(actor, experiences, init_kl_coef=0.0)
     assert "train/kl" not in metrics
     assert metrics["train/kl_coef"].value == 0.0
+
+
+def test_the_balance_of_experts_is_that_of_the_whole_mini_batch():
+    """0.5 E sum_e f_e P_e over all response tokens of both layers, by hand, whatever the micro-batches."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 259, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    actor = Actor(MixtralForCausalLM(MixtralConfig(**shape, attn_implementation="sdpa")))
+    experiences = rows(4)
+    prompts, responses = [e.prompt_ids for e in experiences], [e.response_ids for e in experiences]
+    scores = actor(packed_layout(prompts, responses, 0), with_experts=True)
+    for row, counts in zip(experiences, scores.expert_counts, strict=True):
+        row.expert_counts = counts
+    chosen = scores.router_logits.topk(2).indices.flatten().bincount(minlength=4) / len(scores.router_logits)
+    balance = 4 * (chosen * scores.router_logits.softmax(-1).mean(0)).sum().item()
+    found = []
+    for responses_each in (1, 2, 4):
+        losses = []
+        for coefficient in (0.5, 0.0):
+            backend = Plain()
+            metrics = one_update(
+                actor, experiences, backend=backend, responses=responses_each, expert_balance_coef=coefficient
+            )
+            losses.append((metrics["train/loss"].value, backend.gradients))
+        assert losses[0][0] - losses[1][0] == pytest.approx(0.5 * balance, rel=1e-5)
+        found.append(losses[0][1])
+    for gradients in found[1:]:
+        for got, expected in zip(gradients, found[0], strict=True):
+            assert torch.allclose(got, expected, atol=1e-6)

@@ -44,8 +44,12 @@ def refuse_stateful(model: Any) -> None:
     """Refuse models that carry other state than keys and values from token to token.
 
     Raises:
-        UnsupportedCombinationError: names the model and its layers.
+        UnsupportedCombinationError: names the model and its layers, or what is no model of transformers.
     """
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise UnsupportedCombinationError(
+            f"engine 'hf' and a {type(model).__name__}: give a causal model of transformers, or the folder of one"
+        )
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_LAYERS
     if kinds or getattr(model, "_is_stateful", False) or model.config.is_encoder_decoder:
         raise UnsupportedCombinationError(

@@ -17,6 +17,8 @@ from rft_engines.sampling import SamplingParams
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # SGLang hashes seeds as 32-bit numbers.
 _SEED_LIMIT = 1 << 31
+# Below this SGLang is greedy and reports the log-probabilities of temperature 1.
+_LOWEST_TEMPERATURE = 1e-6
 # Positions of the context that SGLang gives to no prompt.
 RESERVED_POSITIONS = 6
 
@@ -113,11 +115,12 @@ def refuse_unsupported(sampling: SamplingParams, max_steps: int | None, *, token
     """Refuse what SGLang would answer wrongly.
 
     Raises:
-        UnsupportedCombinationError: truncation (its log-probabilities are those before it), a step budget or a
-            temperature of the first token.
+        UnsupportedCombinationError: truncation (its log-probabilities are those before it), a step budget, a
+            temperature of the first token, or a temperature so low that SGLang takes another one.
         ValueError: stop strings without a tokenizer.
     """
     sampling.refuse_first_token_temperature("sglang")
+    sampling.refuse_temperature_below(_LOWEST_TEMPERATURE, "sglang")
     if not sampling.greedy and (sampling.top_p < 1 or sampling.top_k > 0):
         raise UnsupportedCombinationError(
             f"engine 'sglang' and top_p={sampling.top_p}, top_k={sampling.top_k}: it reports log-probabilities from "

@@ -7,6 +7,8 @@ from typing import Any
 from rft_engines.config import EngineConfig
 from rft_engines.errors import UnsupportedCombinationError
 
+# vLLM (0.24 to 0.32) takes any temperature between 0 and this for this one.
+LOWEST_TEMPERATURE = 0.01
 # vLLM wants a number above 0.
 _NO_SHARE = 0.01
 # What vLLM accepts for max_lora_rank.

@@ -24,7 +24,7 @@ from rft_engines.lifecycle import ManagedEngine
 from rft_engines.memory import cuda_memory_in_use
 from rft_engines.sampling import SamplingParams
 from rft_engines.seeds import request_seed, sample_seed
-from rft_engines.vllm.arguments import engine_arguments, engine_environment
+from rft_engines.vllm.arguments import LOWEST_TEMPERATURE, engine_arguments, engine_environment
 from rft_engines.vllm.held import read_memory
 from rft_engines.vllm.shutdown import kept_process_group
 from rft_engines.vllm.stepping import CoreStepper, StepOutput, Stepper, TextStepper
@@ -144,6 +144,7 @@ class VLLMEngine(ManagedEngine):
         self, requests: Sequence[GenerationRequest], sampling: SamplingParams, max_steps: int | None
     ) -> list[Generation]:
         sampling.refuse_first_token_temperature("vllm")
+        sampling.refuse_temperature_below(LOWEST_TEMPERATURE, "vllm")
         if sampling.stop and not self._has_tokenizer:
             raise ValueError(f"SamplingParams.stop={sampling.stop} needs text, and the model folder has no tokenizer")
         engine = self._llm.llm_engine

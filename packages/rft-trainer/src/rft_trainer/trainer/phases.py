@@ -7,6 +7,9 @@ from typing import Protocol
 
 import torch
 
+RECORD = "record"
+"""The phase of all that only writes down what was: rollouts, memory, the metrics of the step."""
+
 
 class PhaseMemory(Protocol):
     """What the borders between phases do to memory."""
@@ -54,7 +57,7 @@ class PhaseClock:
     """Adds wall-clock seconds to named phases; `show` may wrap each phase with a progress display.
 
     `enter` is called when a phase begins, inside its seconds: it brings what the phase needs. `leave` is called when
-    one has ended well, outside them.
+    one has ended well; its seconds are those of the phase `record`, since it notes what the phase held.
 
     On a GPU each phase ends with a device synchronisation, so that its seconds are its own.
     """
@@ -85,8 +88,10 @@ class PhaseClock:
             yield
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+        ended = time.perf_counter()
+        self._seconds[name] = self._seconds.get(name, 0.0) + ended - start
         self._leave(name)
+        self._seconds[RECORD] = self._seconds.get(RECORD, 0.0) + time.perf_counter() - ended
 
     def restart(self) -> None:
         """Begin a new step."""

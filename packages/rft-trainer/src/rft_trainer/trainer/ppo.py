@@ -24,7 +24,7 @@ from rft_trainer.strategy.protocols import DataParallel, RolloutRuntime, Trainin
 from rft_trainer.trainer.averaging import WeightAverage
 from rft_trainer.trainer.evaluation import Evaluator
 from rft_trainer.trainer.metrics import rollout_metrics
-from rft_trainer.trainer.phases import NoPhaseMemory, PhaseClock, PhaseMemory
+from rft_trainer.trainer.phases import RECORD, NoPhaseMemory, PhaseClock, PhaseMemory
 from rft_trainer.trainer.rates import TOKENS, Rates
 from rft_trainer.trainer.stop_signals import StopSignals
 from rft_trainer.trainer.update import PolicyUpdate
@@ -111,7 +111,7 @@ class PPOTrainer:
         with self._clock("sync"):
             self.runtime.update_engine_weights(self.actor)
         # Before the first step; or after a signal, which has put the evaluation of its step off.
-        if self._evaluates_after(self.finished_steps):
+        if self._evaluates_after(self.finished_steps, last=self.finished_steps == config.max_steps):
             self.evaluate(self.finished_steps)
         while self.finished_steps < config.max_steps:
             self.step()
@@ -120,19 +120,21 @@ class PPOTrainer:
             if last and step < config.max_steps:
                 self.progress.line(f"max_seconds {config.max_seconds:g}: step {step} is the last that fits")
             stopping = bool(self.data.most(int(stop.requested))) and not last
-            if not stopping and self._evaluates_after(step):
+            if not stopping and self._evaluates_after(step, last=last):
                 self.evaluate(step)
             saves = last or bool(config.save_steps and step % config.save_steps == 0)
             if saves or (stopping and config.save_on_interrupt):
                 self.save()
+            if last:
+                return
             if stopping:
                 self._settle_save(wait=True)
                 raise RunInterrupted(f"stopped by a signal after step {step}: go on with --resume auto")
 
-    def _evaluates_after(self, step: int) -> bool:
+    def _evaluates_after(self, step: int, *, last: bool) -> bool:
         """An evaluation belongs there and is not made; equal on every rank."""
         every = self.config.eval_steps
-        due = step in (0, self.config.max_steps) or bool(every and step % every == 0)
+        due = step == 0 or last or bool(every and step % every == 0)
         return due and step not in self.evaluations
 
     def step(self) -> dict[str, float]:
@@ -149,7 +151,7 @@ class PPOTrainer:
             update = self.update(self.actor, experiences, critic=self.critic, critic_only=warming)
         with self._clock("sync"):
             report = self.runtime.update_engine_weights(self.actor)
-        with self._clock("record"):
+        with self._clock(RECORD):
             self.keep_rollouts(step, experiences)
             self.finished_steps = step
             # Inside the phase: the reduction waits for the slowest rank.

@@ -127,6 +127,25 @@ def test_what_cannot_wait_is_loaded_as_ever(folder, tmp_path):
     assert deferred_causal_model(pickled, dtype=torch.float32) is None
 
 
+def test_a_damaged_file_is_left_to_transformers_to_complain_of(folder, tmp_path):
+    other = rewritten(folder, tmp_path / "damaged", lambda tensors: None)
+    weights = other / "model.safetensors"
+    names = list(load_file(weights))
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    assert deferred_causal_model(other, dtype=torch.float32) is None
+    # Behind an index the damage shows later.
+    index = other / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, weights.name)}))
+    assert deferred_causal_model(other, dtype=torch.float32) is None
+    index.unlink()
+    kinds = []
+    for deferred in (True, False):
+        with pytest.raises(Exception, match=r".") as caught:
+            load_causal_model(str(other), deferred=deferred)
+        kinds.append((caught.type, str(caught.value)))
+    assert kinds[0] == kinds[1]
+
+
 def test_two_entries_for_a_tied_weight_are_left_to_transformers(tmp_path):
     tied = tiny_model_folder(tmp_path / "tied")
 

@@ -64,6 +64,7 @@ def deferred_causal_model(folder: Path, *, dtype: torch.dtype) -> Any | None:
     It can where every parameter and persistent buffer is in the safetensors files under the model's own name and in its
     shape: not for quantised checkpoints, nor for those that transformers converts while it loads.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     files = _tensors_of(folder)
@@ -76,8 +77,11 @@ def deferred_causal_model(folder: Path, *, dtype: torch.dtype) -> Any | None:
     kept = [getattr(model, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")]
     if dtype is not torch.float32 and any(kept):
         return None
-    if not _places_found(model, files) or not _buffers_read(model, files):
-        return None
+    try:
+        if not _places_found(model, files) or not _buffers_read(model, files):
+            return None
+    except SafetensorError:
+        return None  # transformers opens the file again and says what is wrong
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
@@ -85,7 +89,7 @@ def deferred_causal_model(folder: Path, *, dtype: torch.dtype) -> Any | None:
 
 def _tensors_of(folder: Path) -> dict[str, FileTensor]:
     """Key -> place, of all tensors of a checkpoint; empty where transformers would not read safetensors."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     index = folder / _INDEX
     if index.is_file():
@@ -94,8 +98,11 @@ def _tensors_of(folder: Path) -> dict[str, FileTensor]:
     single = folder / _SINGLE
     if not single.is_file():
         return {}
-    with safe_open(single, framework="pt") as opened:
-        return {key: FileTensor(single, key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
+    try:
+        with safe_open(single, framework="pt") as opened:
+            return {key: FileTensor(single, key) for key in opened.keys()}  # noqa: SIM118 - not a mapping
+    except SafetensorError:
+        return {}  # transformers opens it again and says what is wrong
 
 
 def _places_found(model: nn.Module, files: dict[str, FileTensor]) -> bool:

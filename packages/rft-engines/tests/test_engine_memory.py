@@ -56,8 +56,8 @@ def test_the_embedded_engine_counts_the_cache_of_its_largest_wave_once(model):
     engine.generate(requests, SamplingParams(n=2, max_new_tokens=5, ignore_eos=True))
     heads = config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Keys and values of every layer: 4 rows of 3 prompt columns and 4 new ones (the last is never read), fp32.
-    cache = 2 * config.num_hidden_layers * 4 * heads * (3 + 4) * width * 4
+    # Keys and values of every layer: 4 rows of 3 prompt columns and room for 5 new ones, fp32.
+    cache = 2 * config.num_hidden_layers * 4 * heads * (3 + 5) * width * 4
     assert engine.memory() == {WEIGHTS: parameter_bytes(model), CACHE: cache}
     # It is gone: only the call since the last reading counts.
     assert engine.memory()[CACHE] == 0

@@ -78,6 +78,9 @@ def test_the_process_is_left_as_it_was(folder, monkeypatch):
     engine = SGLangEngine(sglang_config(folder, max_model_len=64, max_rows=8), engine_class=sglang_double.Engine)
     assert "TORCHELASTIC_USE_AGENT_STORE" not in engine.native.environment
     assert "RANK" not in engine.native.environment
+    # Else pictures of an earlier call are seen with the weights of then.
+    assert engine.native.environment["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    assert "SGLANG_VLM_CACHE_SIZE_MB" not in os.environ
     assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     # SGLang gives six positions of the context to no prompt.
     assert (engine.native.arguments["context_length"], engine.max_model_len) == (70, 64)

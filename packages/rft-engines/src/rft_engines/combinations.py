@@ -21,10 +21,8 @@ class Evidence(StrEnum):
 
     REAL = "the engine itself"
     """Generation, and updates of this kind, with the engine's own release."""
-    STAND_IN = "a stand-in"
-    """An object with the engine's signatures."""
     NOTHING = "nothing"
-    """Neither; the parts were tested in other rows."""
+    """The parts were tested in other rows."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +57,14 @@ def _refusal(backend: str, weights: str, engine: str, modality: str) -> str:
     return ""
 
 
-def _tested(backend: str, weights: str, engine: str, modality: str) -> Evidence:
+def _tested(weights: str, modality: str) -> Evidence:
     """Full and merged weights come as the same tensors under the same names, whichever backend trains them."""
-    if modality == "text" or engine == "hf":
-        return Evidence.NOTHING if (weights, modality) == ("lora_adapter", "vision") else Evidence.REAL
-    return Evidence.STAND_IN if engine == "sglang" else Evidence.NOTHING
+    return Evidence.NOTHING if (weights, modality) == ("lora_adapter", "vision") else Evidence.REAL
 
 
 def _row(backend: str, weights: str, engine: str, modality: str) -> Combination:
     refusal = _refusal(backend, weights, engine, modality)
-    tested = Evidence.NOTHING if refusal else _tested(backend, weights, engine, modality)
+    tested = Evidence.NOTHING if refusal else _tested(weights, modality)
     return Combination(backend, weights, engine, modality, refusal, tested)
 
 

@@ -20,6 +20,8 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.25
 # torchrun's store belongs to the trainer: the engine's own rendezvous must not find it.
 _HIDDEN = ("TORCHELASTIC_USE_AGENT_STORE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# SGLang keeps what its vision tower made of a picture, and neither a flush nor new weights end that.
+_ENVIRONMENT = {**dict.fromkeys(_HIDDEN), "SGLANG_VLM_CACHE_SIZE_MB": "0"}
 
 # A signal is the whole process's, and so is what it says.
 _failed = threading.Event()
@@ -49,7 +51,7 @@ class EngineProcess:
         # SGLang's processes send SIGQUIT when they fail, and its own handler kills the trainer with everything else.
         arguments = {"custom_sigquit_handler": note_failure} | arguments
         try:
-            with preserved_random_state(), environment_variables(dict.fromkeys(_HIDDEN)):
+            with preserved_random_state(), environment_variables(_ENVIRONMENT):
                 self.engine: Any = engine_class(**arguments)
         except Exception as failure:
             raise EngineStartError(f"SGLang did not start: {type(failure).__name__}: {failure}") from failure

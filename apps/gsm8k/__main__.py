@@ -5,8 +5,8 @@
     python apps/gsm8k convert --config RUN/config.json --resume_from RUN/checkpoints/step_000010
 
 The last two are `rft_trainer.evaluate` and `rft_trainer.convert`, which here know the bundled model and the generated
-problems too. Reads from top to bottom: flags, checks on every rank, process groups, warm start, models, engine,
-training, summary.
+problems too. Reads from top to bottom: flags, checks on every rank, process groups, forecast of memory, warm start,
+models, engine, training, summary.
 """
 
 import sys
@@ -29,6 +29,7 @@ from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import Demonstrations
 from rft_trainer.errors import RFTrainerError, RunInterrupted
+from rft_trainer.memory.build import announce_forecast
 from rft_trainer.models import quieten_transformers
 from rft_trainer.preflight import claim_output, dry_run, preflight, with_further_problems
 from rft_trainer.report import Console
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         with get_strategy(config).setup_distributed() as strategy:
             strategy.on_main(lambda: claim_output(config))
+            announce(config, inputs, strategy, warm_starts=examples is not None)
             inputs = warm_started(config, inputs, examples, strategy)
             train(config, inputs, strategy, started=started)
     except RunInterrupted as stopped:
@@ -78,6 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"[rank {rank}] error: {line}", file=sys.stderr)
         return 2
     return 0
+
+
+def announce(config: RFTConfig, inputs: Inputs, strategy: Strategy, *, warm_starts: bool) -> None:
+    """What each phase will hold, before anything is loaded; the first rank says it."""
+    if strategy.data.rank == 0:
+        announce_forecast(
+            config, strategy, inputs.model_folder, warm_starts=warm_starts, say=Console(enabled=True).line
+        )
 
 
 def warm_started(config: RFTConfig, inputs: Inputs, examples: Demonstrations | None, strategy: Strategy) -> Inputs:

@@ -98,6 +98,12 @@ def test_two_ranks_packed_by_a_token_budget_give_the_same_as_one(folder, alone, 
     assert (record["steps"], record["examples"], record["left_out"], record["ranks"]) == (4, 6, 0, 2)
     # two epochs: 4 + 2 + 4 + 2 answers
     assert (record["answers"], record["epochs"]) == (12, 2.0)
+    for rank in range(2):
+        entry = json.loads((config.output_dir / f"memory.rank{rank}.jsonl").read_text())
+        assert (entry["step"], entry["phase"]) == (0, "warm_start")
+        for owner in ("actor", "actor optimiser"):
+            assert entry["measured"][owner] == pytest.approx(entry["expected"][owner], rel=0.1)
+        assert {"gradients", "activations"} <= set(entry["expected"])
     # each answer is a word or two of the same and the end token
     lengths = [len(word) * (1 + number % 2) + 1 for number, word in enumerate(WORDS)]
     assert record["trained_tokens"] == 2 * sum(lengths)

@@ -17,5 +17,8 @@ def test_memory_entries_are_of_the_step_that_runs_and_go_with_it(tmp_path):
     file.write_text("".join(lines) + '{"step": 4, "pha')
     drop_later_files(tmp_path, 2)
     assert file.read_text() == "".join(lines[:3])
-    drop_later_files(tmp_path, -1)  # a run that ended before its first checkpoint
-    assert file.read_text() == ""
+    # A run that ended before its first checkpoint begins again, and finds its warm start done.
+    warm = json.dumps({"step": 0, "phase": "warm_start"}) + "\n"
+    file.write_text(warm + file.read_text())
+    drop_later_files(tmp_path, -1)
+    assert file.read_text() == warm

@@ -11,6 +11,7 @@ from torch import Tensor
 from rft_trainer.checkpoint import TrainerState
 from rft_trainer.config import RFTConfig
 from rft_trainer.experience.experience import Experience
+from rft_trainer.memory.forecast import WARM_START
 from rft_trainer.preflight import RUN_MARKER
 from rft_trainer.report import (
     JsonlLogger,
@@ -106,9 +107,10 @@ def drop_later_files(output_dir: Path, finished: int) -> None:
 
 
 def _is_finished(line: str, finished: int) -> bool:
-    """Whether a line is of a step up to `finished`; one that a kill has cut is of none."""
+    """Whether a line is of a step up to `finished` or of the warm start; one that a kill has cut is of none."""
     try:
-        return int(json.loads(line)["step"]) <= finished
+        entry = json.loads(line)
+        return entry.get("phase") == WARM_START or int(entry["step"]) <= finished
     except ValueError:
         return False
 

@@ -20,6 +20,9 @@ from rft_trainer.data import Demonstrations
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.experience.experience import Collator
 from rft_trainer.experience.micro_batches import MicroBatchPlanner
+from rft_trainer.memory.build import warm_start_ledger
+from rft_trainer.memory.forecast import WARM_START
+from rft_trainer.models import Actor
 from rft_trainer.optim import ScheduleConfig, reschedule
 from rft_trainer.report import JsonlLogger, LoggerGroup, MetricLogger
 from rft_trainer.roles import build_policy
@@ -100,19 +103,20 @@ def warm_start(
     """
     examples = demonstrations.examples
     steps = warm_start_steps(config, len(examples))
-    # Gold answers are imitated under the plain distribution, whatever rollouts are sampled from.
-    plain = replace(config, temperature=1.0, top_p=1.0, top_k=0, first_token_temperature=None, lora_rank=0)
-    actor = strategy.prepare(build_policy(plain, folder, bf16=strategy.bf16), config.warm_start_optimizer(steps))
+    actor = strategy.prepare(imitating_policy(config, folder, bf16=strategy.bf16), config.warm_start_optimizer(steps))
+    ledger = warm_start_ledger(config, strategy, actor)
     say(_announcement(config, demonstrations, steps))
     # A warm start that was not finished begins anew, and so does its record.
     logger = LoggerGroup([JsonlLogger(config.output_dir / METRICS, resume_after=0)] if strategy.data.rank == 0 else ())
     with closing(logger):
+        ledger.begin()
         done = _trainer(config, strategy, tokenizer, demonstrations, logger, say).run(
             actor,
             steps=steps,
             seconds=config.warm_start_seconds,
             on_plan=partial(_follow_plan, config, actor) if steps is None else lambda steps: None,
         )
+        ledger.end(WARM_START)
     strategy.save_model(actor, config.output_dir / FOLDER, tokenizer)
     strategy.on_main(lambda: _write_record(config, strategy, folder, demonstrations, done))
     say(
@@ -123,6 +127,15 @@ def warm_start(
     del actor
     _free(strategy.device)
     return done
+
+
+def imitating_policy(config: RFTConfig, folder: str, *, bf16: bool) -> Actor:
+    """The policy of the supervised steps: whole weights, and what the run freezes stays fixed.
+
+    Gold answers are imitated under the plain distribution, whatever rollouts are sampled from.
+    """
+    plain = replace(config, temperature=1.0, top_p=1.0, top_k=0, first_token_temperature=None, lora_rank=0)
+    return build_policy(plain, folder, bf16=bf16)
 
 
 def _trainer(

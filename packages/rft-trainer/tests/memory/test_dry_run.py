@@ -2,12 +2,14 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import ConfigurationError
-from rft_trainer.memory.build import log_forecast
+from rft_trainer.memory.build import announce_forecast, say_forecast
 from rft_trainer.memory.dry_run import describe, make_plan
 from rft_trainer.memory.forecast import GIB, Forecast
 from rft_trainer.preflight import dry_run
@@ -76,6 +78,69 @@ def test_a_72b_on_64_gpus_by_hand(folder):
     assert best == "--gradient_checkpointing"
 
 
+WARM = {"warm_start_epochs": 2, "warm_start_batch_size": 128, "warm_start_micro_batch_size": 64}
+
+
+def test_the_warm_start_of_a_72b_by_hand(folder):
+    plain = make_plan(settings(folder), ranks=64)
+    assert "warm_start" not in plain.forecast.phases
+    assert "warm start:" not in describe(plain)
+    plan = make_plan(settings(folder, **WARM), ranks=64)
+    assert next(iter(plan.forecast.phases)) == "warm_start"
+    row = plan.forecast.phases["warm_start"]
+    update = plan.forecast.phases["update"]
+    for owner in ("actor", "actor optimiser", "gradients", "gathered weights"):
+        assert row[owner] == update[owner]
+    # A rank has 2 of the 128 answers, fewer than the 64 of a micro-batch: 8,192 tokens in bf16, ten hidden-sized and
+    # four intermediate-sized tensors a block, and two fp32 chunks of 1,024 rows of the vocabulary.
+    tokens = 2 * (1024 + 3072)
+    assert row["activations"] == 80 * 2 * tokens * (10 * 8192 + 4 * 29568) + 2 * 4 * 1024 * 152064
+    assert set(row) == {"actor", "actor optimiser", "gradients", "gathered weights", "activations"}
+    # No reference and no engine stand beside it, and still its activations are twice those of the update.
+    assert plan.forecast.peak_phase == "warm_start"
+    total = sum(row.values()) / GIB
+    text = describe(plan)
+    assert (
+        f"warm start: 2 answers a rank and step, at most 8192 tokens a micro-batch; {total:.2f} GiB, does NOT" in text
+    )
+    assert "with --warm_start_micro_batch_size 1" in text
+
+
+def test_a_budget_of_tokens_is_what_a_micro_batch_of_a_warm_start_has(small):
+    def row(**changes):
+        return make_plan(settings(small, **WARM, **changes), ranks=64).forecast.phases["warm_start"]["activations"]
+
+    head = 2 * 4 * 1024 * 1024
+    assert row() - head == 2 * 2 * 8192 * (10 * 512 + 4 * 1024)
+    assert row(warm_start_max_tokens=6000) - head == 2 * 2 * 6000 * (10 * 512 + 4 * 1024)
+    # unless one answer is longer
+    assert row(warm_start_max_tokens=10) - head == 2 * 2 * 4096 * (10 * 512 + 4 * 1024)
+
+
+def test_a_warm_start_trains_whole_weights_where_reinforcement_trains_adapters(small):
+    with_adapters = make_plan(settings(small, **WARM, lora_rank=16), ranks=64).forecast.phases
+    without = make_plan(settings(small, **WARM), ranks=64).forecast.phases
+    assert with_adapters["warm_start"] == without["warm_start"]
+    assert with_adapters["update"]["actor optimiser"] < 0.3 * with_adapters["warm_start"]["actor optimiser"]
+
+
+def test_micro_batches_are_no_larger_than_a_ranks_share(small):
+    largest = [
+        make_plan(settings(small, micro_train_batch_size=size, train_batch_size=128), ranks=64).forecast.phases[
+            "update"
+        ]
+        for size in (2, 16)
+    ]
+    assert largest[0] == largest[1]
+
+
+def test_below_the_lowest_trained_weight_no_activations_are_kept(small):
+    fixed = settings(small, freeze=("model.embed_tokens", "model.layers.0."))
+    rows = [make_plan(made, ranks=64).forecast.phases["update"] for made in (settings(small), fixed)]
+    per_block = 2 * 4096 * (10 * 512 + 4 * 1024)
+    assert rows[0]["activations"] - rows[1]["activations"] == per_block
+
+
 def test_the_knob_that_it_names_makes_it_fit(folder):
     plan = make_plan(settings(folder, gradient_checkpointing=True), ranks=64)
     assert plan.fits
@@ -123,10 +188,33 @@ def test_a_dry_run_reports_every_problem_at_once_and_touches_nothing(folder, tmp
 
 def test_a_run_that_will_not_fit_is_warned_of_at_its_start(caplog):
     made = Forecast({"update": {"actor": 3 * GIB}, "sync": {"actor": GIB}}, 0, 0)
-    log_forecast(made, 4 * GIB)
+    said = []
+    say_forecast(made, 4 * GIB, said.append)
     assert not caplog.records
-    log_forecast(made, 2 * GIB)
+    say_forecast(made, 2 * GIB, said.append)
     assert "3.00 GiB in update, the largest phase, and the device has 2.00 GiB" in caplog.text
+    warm = Forecast({"warm_start": {"actor": 2 * GIB}, **made.phases}, 0, 0)
+    say_forecast(warm, None, said.append)
+    assert said == [
+        "forecast for a rank: 3.00 GiB in update, the largest phase, of 4.00 GiB",
+        "forecast for a rank: 3.00 GiB in update, the largest phase, and 2.00 GiB in warm_start",
+    ]
+
+
+def test_the_forecast_is_said_before_anything_is_loaded(small, caplog):
+    """The folder holds a config.json and no weights."""
+    strategy = SimpleNamespace(device=torch.device("cpu"), data=SimpleNamespace(size=64), bf16=False)
+    said = []
+    config = settings("a-name-of-the-app", **WARM)
+    made = announce_forecast(config, strategy, small, warm_starts=True, say=said.append)
+    assert made.phases["warm_start"]["actor"] == pytest.approx(4 * SMALL_NUMEL / 64, rel=1e-2)
+    assert len(said) == 1
+    assert "warm_start" in said[0]
+    behind = announce_forecast(config, strategy, small, warm_starts=False, say=said.append)
+    assert "warm_start" not in behind.phases
+    assert announce_forecast(config, strategy, "no folder", warm_starts=False, say=said.append) is None
+    assert len(said) == 2
+    assert "no forecast" in caplog.text
 
 
 def test_a_knob_that_the_other_settings_or_a_missing_extra_forbid_is_not_advised(folder, monkeypatch):

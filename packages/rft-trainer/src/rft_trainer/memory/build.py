@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,12 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from rft_engines import contract
+from rft_trainer.algorithms import AdvantageEstimator
 from rft_trainer.config import RFTConfig
 from rft_trainer.errors import ConfigurationError
-from rft_trainer.memory.forecast import ENGINE_WEIGHTS, GIB, GRAPHS, KV_CACHE, Cluster, Forecast, Models, forecast
+from rft_trainer.memory.forecast import (
+    ACTOR,
+    ENGINE_WEIGHTS,
+    GIB,
+    GRAPHS,
+    KV_CACHE,
+    WARM_START,
+    Cluster,
+    Forecast,
+    Models,
+    forecast,
+    warm_start_row,
+)
 from rft_trainer.memory.ledger import MemoryLedger
 from rft_trainer.memory.plan import PlacementPlan, plan_placement
-from rft_trainer.memory.shapes import ModelShapes, model_shapes
+from rft_trainer.memory.shapes import ModelShapes, model_shapes, read_config
 from rft_trainer.memory.stage import Stage, move_metrics
 from rft_trainer.models.lora import WithoutAdapters
 from rft_trainer.strategy import Strategy, TrainState
@@ -130,9 +144,6 @@ def _expected(
     frozen: Mapping[str, nn.Module],
 ) -> Mapping[str, Mapping[str, int]]:
     """The forecast of the models that are there; empty for an architecture that transformers cannot build by itself."""
-    device = strategy.device
-    capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    cluster = Cluster(ranks=strategy.data.size, device_bytes=capacity, bf16=strategy.bf16)
     try:
         models = models_of(
             config,
@@ -143,24 +154,115 @@ def _expected(
     except ConfigurationError as unknown:
         logger.warning("no forecast beside the measured bytes: %s", unknown)
         return {}
-    made = forecast(config, cluster, plan, models)
-    log_forecast(made, capacity)
-    return made.phases
+    return forecast(config, cluster_of(strategy), plan, models).phases
 
 
-def log_forecast(made: Forecast, device_bytes: int | None) -> None:
-    """One line at start-up; a warning when the largest phase is larger than the device."""
+def cluster_of(strategy: Strategy) -> Cluster:
+    """What a forecast needs to know of the ranks that a strategy runs on; device bytes are those of this rank."""
+    device = strategy.device
+    capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return Cluster(ranks=strategy.data.size, device_bytes=capacity, bf16=strategy.bf16)
+
+
+def announce_forecast(
+    config: RFTConfig, strategy: Strategy, folder: str, *, warm_starts: bool, say: Callable[[str], None]
+) -> Forecast | None:
+    """Say what the run's phases will hold, before any model is loaded; no communication.
+
+    Args:
+        config: the run's settings.
+        strategy: set up, without an engine.
+        folder: the checkpoint that the run begins with.
+        warm_starts: supervised steps come first; a resumed run has them behind it.
+        say: told in one line.
+
+    Returns:
+        The forecast; None for an architecture that transformers cannot build by itself.
+    """
+    others = {name: name for name in (config.critic_pretrain, config.teacher) if name is not None}
+    try:
+        files = {name: read_config(found) for name, found in (others | {config.pretrain: folder}).items()}
+        made = configured_forecast(config, cluster_of(strategy), files, warm_starts=warm_starts)
+    except ConfigurationError as unknown:
+        logger.warning("no forecast: %s", unknown)
+        return None
+    say_forecast(made, cluster_of(strategy).device_bytes, say)
+    return made
+
+
+def say_forecast(made: Forecast, device_bytes: int | None, say: Callable[[str], None]) -> None:
+    """One line about the largest phase, and about a warm start; a warning when one is larger than the device."""
     text = f"forecast for a rank: {made.peak / GIB:.2f} GiB in {made.peak_phase}, the largest phase"
+    if WARM_START in made.phases and made.peak_phase != WARM_START:
+        text += f", and {made.total(WARM_START) / GIB:.2f} GiB in {WARM_START}"
     if device_bytes is None:
-        logger.info("%s", text)
+        say(text)
     elif made.peak <= device_bytes:
-        logger.info("%s, of %.2f GiB", text, device_bytes / GIB)
+        say(f"{text}, of {device_bytes / GIB:.2f} GiB")
     else:
         logger.warning(
             "%s, and the device has %.2f GiB: it will probably not fit; --dry_run says which flag would help",
             text,
             device_bytes / GIB,
         )
+
+
+def configured_forecast(
+    config: RFTConfig,
+    cluster: Cluster,
+    files: Mapping[str | None, Any],
+    *,
+    warm_starts: bool,
+    shapes: Callable[..., ModelShapes] = model_shapes,
+) -> Forecast:
+    """The forecast of a run from settings and Hugging Face configurations alone.
+
+    Args:
+        config: the run's settings.
+        cluster: where it will be.
+        files: `pretrain`, `critic_pretrain` and `teacher` as the settings have them -> configuration.
+        warm_starts: supervised steps come first.
+        shapes: makes the shapes of one model.
+
+    Raises:
+        ConfigurationError: one of them describes no causal model.
+    """
+    frozen: dict[str, Any] = {}
+    if config.init_kl_coef > 0 and (config.lora_rank == 0 or config.separate_reference):
+        frozen["reference"] = files[config.pretrain]
+    if config.teacher is not None:
+        frozen["teacher"] = files[config.teacher]
+    critic = None
+    if AdvantageEstimator.get(config.advantage_estimator).needs_critic:
+        critic = files[config.critic_pretrain or config.pretrain]
+    models = models_of(config, files[config.pretrain], critic=critic, frozen=frozen, shapes=shapes)
+    if warm_starts:
+        models = replace(models, warm_start=warm_start_shapes(config, files[config.pretrain], shapes))
+    plan = placement_plan(config, tuple(models.trained), tuple(models.frozen))
+    return forecast(config, cluster, plan, models)
+
+
+def warm_start_shapes(config: RFTConfig, actor: Any, shapes: Callable[..., ModelShapes] = model_shapes) -> ModelShapes:
+    """Shapes of the policy of supervised steps, which has no adapters; `actor` is its Hugging Face configuration."""
+    return shapes(actor, freeze=config.freeze) if config.freeze else shapes(actor)
+
+
+def warm_start_ledger(config: RFTConfig, strategy: Strategy, actor: TrainState) -> MemoryLedger:
+    """The ledger of supervised steps on `actor`, which are the first of a run to write one; no communication."""
+    file = config.output_dir / f"memory.rank{strategy.data.rank}.jsonl"
+    # A warm start that was not finished begins anew, and so does its record.
+    file.unlink(missing_ok=True)
+    expected: dict[str, Mapping[str, int]] = {}
+    try:
+        found = warm_start_shapes(config, _hf_config(actor.network))
+        expected[WARM_START] = warm_start_row(found, config, cluster_of(strategy))
+    except ConfigurationError as unknown:
+        logger.warning("no forecast beside the measured bytes: %s", unknown)
+    owners: dict[str, Movable] = {ACTOR: actor.memory.model, ACTOR + OPTIMIZER_SUFFIX: actor.memory.optimizer}
+    measures: dict[str, Callable[[], int]] = {
+        owner: partial(_resident_bytes, memory, strategy.device) for owner, memory in owners.items()
+    }
+    return MemoryLedger(measures, PlacementPlan({}), expected, strategy.device, file=file)
 
 
 def models_of(

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from rft_dist import ParallelLayout
-from rft_trainer.algorithms import AdvantageEstimator
 from rft_trainer.config import RFTConfig
 from rft_trainer.config.distribution import computes_in_bf16
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
-from rft_trainer.memory.build import models_of, placement_plan
-from rft_trainer.memory.forecast import GIB, Cluster, Forecast, forecast
+from rft_trainer.memory.build import configured_forecast
+from rft_trainer.memory.forecast import GIB, WARM_START, Cluster, Forecast, warm_start_tokens
 from rft_trainer.memory.shapes import ModelShapes, model_shapes, read_config
 
 _DEFAULT_DEVICE_GIB = 80
@@ -61,7 +60,7 @@ def make_plan(config: RFTConfig, *, ranks: int, check: Callable[[RFTConfig], Non
         ranks=ranks, device_bytes=_device_bytes(config), bf16=computes_in_bf16(config, "cuda" if on_gpu else "cpu")
     )
     folders = [config.pretrain, config.critic_pretrain, config.teacher]
-    files = {folder: read_config(folder) for folder in folders if folder is not None}
+    files: dict[str | None, Any] = {folder: read_config(folder) for folder in folders if folder is not None}
     made_before: dict[Any, ModelShapes] = {}
 
     def shapes(found: Any, **options: Any) -> ModelShapes:
@@ -70,13 +69,16 @@ def make_plan(config: RFTConfig, *, ranks: int, check: Callable[[RFTConfig], Non
             made_before[key] = model_shapes(found, **options)
         return made_before[key]
 
-    made = _forecast(config, cluster, files, shapes)
+    def foresee(settings: RFTConfig) -> Forecast:
+        return configured_forecast(settings, cluster, files, warm_starts=settings.warm_starts, shapes=shapes)
+
+    made = foresee(config)
     knobs: dict[str, Forecast] = {}
     for name, changes in _changes(config).items():
         try:
             turned = replace(config, **changes)
             check(turned)
-            changed = _forecast(turned, cluster, files, shapes)
+            changed = foresee(turned)
         except (ConfigurationError, UnsupportedCombination):
             continue  # it does not go with the run's other settings, or not without an extra: no advice
         if changed.peak < made.peak:
@@ -92,23 +94,6 @@ def _device_bytes(config: RFTConfig) -> int:
     return _DEFAULT_DEVICE_GIB * GIB
 
 
-def _forecast(
-    config: RFTConfig, cluster: Cluster, files: Mapping[str, Any], shapes: Callable[..., ModelShapes]
-) -> Forecast:
-    assert config.pretrain is not None
-    frozen: dict[str, Any] = {}
-    if config.init_kl_coef > 0 and (config.lora_rank == 0 or config.separate_reference):
-        frozen["reference"] = files[config.pretrain]
-    if config.teacher is not None:
-        frozen["teacher"] = files[config.teacher]
-    critic = None
-    if AdvantageEstimator.get(config.advantage_estimator).needs_critic:
-        critic = files[config.critic_pretrain or config.pretrain]
-    models = models_of(config, files[config.pretrain], critic=critic, frozen=frozen, shapes=shapes)
-    plan = placement_plan(config, tuple(models.trained), tuple(models.frozen))
-    return forecast(config, cluster, plan, models)
-
-
 def _changes(config: RFTConfig) -> dict[str, dict[str, Any]]:
     """Flag -> settings, for the knobs that are not turned yet."""
     candidates: dict[str, dict[str, Any]] = {
@@ -122,6 +107,8 @@ def _changes(config: RFTConfig) -> dict[str, dict[str, Any]]:
         "--micro_train_batch_size 1": {"micro_train_batch_size": 1},
         "--lora_rank 16": {"lora_rank": config.lora_rank or 16, "freeze": ()},
     }
+    if config.warm_starts:
+        candidates["--warm_start_micro_batch_size 1"] = {"warm_start_micro_batch_size": 1}
     if config.engine_type != "hf":
         half = config.engine_mem_util / 2
         candidates[f"--engine_mem_util {half:g}"] = {"engine_mem_util": half}
@@ -142,6 +129,7 @@ def describe(plan: Plan) -> str:
         f"{'FSDP2' if config.fsdp else f'ZeRO-{config.zero_stage}'}, {'bf16' if plan.cluster.bf16 else 'fp32'}",
         f"{config.samples_per_step} responses a step, {per_rank} a rank; {steps} optimiser steps of {per_update} "
         f"responses a rank, {_micro_batches(config, per_update)} micro-batches each",
+        *_warm_start_lines(plan),
         f"each weight sync sends {plan.forecast.sync_bytes / GIB:.2f} GiB; pinned host memory for what leaves the "
         f"device: {plan.forecast.host_bytes / GIB:.2f} GiB a rank",
         "",
@@ -153,6 +141,18 @@ def describe(plan: Plan) -> str:
     for flag, changed in sorted(plan.knobs.items(), key=lambda item: item[1].peak):
         lines.append(f"  with {flag:<28} {changed.peak / GIB:8.2f} GiB in {changed.peak_phase}")
     return "\n".join(lines)
+
+
+def _warm_start_lines(plan: Plan) -> list[str]:
+    config, made = plan.config, plan.forecast
+    if WARM_START not in made.phases:
+        return []
+    share = config.warm_start_batch_size // plan.cluster.ranks
+    verdict = "fits" if made.total(WARM_START) <= plan.room else "does NOT fit"
+    return [
+        f"warm start: {share} answers a rank and step, at most {warm_start_tokens(config, plan.cluster)} tokens a "
+        f"micro-batch; {made.total(WARM_START) / GIB:.2f} GiB, {verdict}"
+    ]
 
 
 def _micro_batches(config: RFTConfig, responses: int) -> str:

@@ -1,7 +1,7 @@
 """Bytes that each owner will hold on one rank, from shapes and settings alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rft_engines import Fate, SleepLevel, sleep_contract
 from rft_trainer.config import RFTConfig
@@ -9,6 +9,7 @@ from rft_trainer.memory.plan import ENGINE, PHASES, Placement, PlacementPlan
 from rft_trainer.memory.shapes import ModelShapes
 from rft_trainer.strategy.residency import OPTIMIZER_SUFFIX
 
+ACTOR = "actor"
 ACTIVATIONS = "activations"
 GRADIENTS = "gradients"
 KV_CACHE = "kv cache"
@@ -17,6 +18,8 @@ GATHERED = "gathered weights"
 GRAPHS = "cuda graphs"
 EXPERIENCES = "experiences"
 AVERAGE = "weight average"
+WARM_START = "warm_start"
+"""The phase of the supervised steps, before any other model and the engine are there."""
 _COMPUTING = ("actor_log_probs", "reference", "critic_values", "teacher", "update", "sync")
 GIB = 2**30
 _FP32 = 4
@@ -139,19 +142,52 @@ def experience_bytes(config: RFTConfig, cluster: Cluster) -> int:
     return responses * (config.prompt_max_len * _PROMPT_TOKEN_BYTES + config.generate_max_len * _RESPONSE_TOKEN_BYTES)
 
 
-def activation_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> int:
-    """Of one micro-batch at its longest, forward and backward; an estimate, unlike the rest.
+def largest_micro_batch(longest: int, *, share: int, responses: int, max_tokens: int | None) -> int:
+    """Tokens of a rank's largest micro-batch.
+
+    Args:
+        longest: tokens of the longest prompt with its response.
+        share: responses of the rank for one optimiser step.
+        responses: of a micro-batch.
+        max_tokens: its budget instead of `responses`; one longer sequence is a micro-batch of its own.
+    """
+    if max_tokens is None:
+        return longest * min(responses, share)
+    return min(max(max_tokens, longest), longest * share)
+
+
+def update_tokens(config: RFTConfig, cluster: Cluster) -> int:
+    """Tokens of the largest micro-batch of an update."""
+    return largest_micro_batch(
+        config.prompt_max_len + config.generate_max_len,
+        share=-(-(config.train_batch_size or config.samples_per_step) // cluster.ranks),
+        responses=config.micro_train_batch_size,
+        max_tokens=config.max_tokens_per_micro_batch,
+    )
+
+
+def warm_start_tokens(config: RFTConfig, cluster: Cluster) -> int:
+    """Tokens of the largest micro-batch of the supervised steps, whose answers are no longer than a rollout."""
+    return largest_micro_batch(
+        config.prompt_max_len + config.generate_max_len,
+        share=-(-config.warm_start_batch_size // cluster.ranks),
+        responses=config.warm_start_micro_batch_size,
+        max_tokens=config.warm_start_max_tokens,
+    )
+
+
+def activation_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster, *, tokens: int) -> int:
+    """Of a micro-batch of `tokens`, forward and backward; an estimate, unlike the rest.
 
     Attention keeps no [tokens, tokens] tensor, and logits exist in chunks of `1024` tokens in fp32.
     """
     size = 2 if cluster.bf16 else _FP32
-    longest = config.prompt_max_len + config.generate_max_len
-    tokens = config.max_tokens_per_micro_batch or config.micro_train_batch_size * longest
     per_block = tokens * size * (_KEPT_PER_BLOCK * shapes.hidden + _KEPT_BY_MLP * shapes.intermediate)
     if config.gradient_checkpointing:
         kept = tokens * size * shapes.hidden * shapes.layers + per_block
     else:
-        kept = per_block * shapes.layers
+        # Below the lowest trained weight nothing is kept.
+        kept = per_block * shapes.blocks_under_gradient
     return kept + 2 * _FP32 * min(tokens, _HEAD_CHUNK) * shapes.vocabulary
 
 
@@ -205,27 +241,45 @@ class Models:
     trained: role -> model with its adapters; `actor` is one.
     frozen: role -> model that is only scored and has weights of its own.
     base: the actor's checkpoint, which the engine holds.
+    warm_start: the policy of the supervised steps, without adapters; None where none are taken.
     """
 
     trained: Mapping[str, ModelShapes]
     frozen: Mapping[str, ModelShapes]
     base: ModelShapes
+    warm_start: ModelShapes | None = None
+
+
+def warm_start_row(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> dict[str, int]:
+    """Owner -> bytes on one rank during supervised steps on a model of these shapes, which is alone on the device."""
+    state = trained_bytes(shapes, replace(config, lora_rank=0), cluster)
+    row = {
+        ACTOR: state.weights,
+        ACTOR + OPTIMIZER_SUFFIX: state.optimizer,
+        GATHERED: state.gathered,
+        GRADIENTS: state.gradients,
+        ACTIVATIONS: activation_bytes(shapes, config, cluster, tokens=warm_start_tokens(config, cluster)),
+    }
+    return {owner: size for owner, size in row.items() if size}
 
 
 def forecast(config: RFTConfig, cluster: Cluster, plan: PlacementPlan, models: Models) -> Forecast:
     """What one rank will hold in each phase."""
     held: dict[str, int] = {}
     gathered = gradients = activations = 0
+    tokens = update_tokens(config, cluster)
     for role, shapes in models.trained.items():
         state = trained_bytes(shapes, config, cluster)
         held[role], held[role + OPTIMIZER_SUFFIX] = state.weights, state.optimizer
         gathered, gradients = max(gathered, state.gathered), gradients + state.gradients
-        activations = max(activations, activation_bytes(shapes, config, cluster))
+        activations = max(activations, activation_bytes(shapes, config, cluster, tokens=tokens))
     held.update({role: frozen_bytes(shapes, config, cluster) for role, shapes in models.frozen.items()})
     if config.ema_decay > 0:
-        held[AVERAGE] = average_bytes(models.trained["actor"], config, cluster)
+        held[AVERAGE] = average_bytes(models.trained[ACTOR], config, cluster)
     weights, kv = engine_bytes(models.base, config, cluster)
     phases: dict[str, dict[str, int]] = {}
+    if models.warm_start is not None:
+        phases[WARM_START] = warm_start_row(models.warm_start, config, cluster)
     absent = {role for role in ("critic_values", "teacher") if role.partition("_")[0] not in held}
     for phase in (phase for phase in PHASES if phase not in absent):
         row = {owner: size for owner, size in held.items() if plan.placement(owner, phase) is not Placement.HOST}
@@ -251,7 +305,7 @@ def _sent_bytes(config: RFTConfig, models: Models) -> int:
         return models.base.numel * models.base.checkpoint_itemsize
     # The embedded engine takes the factors as they are trained, the others in their own dtype.
     size = _FP32 if config.engine_type == "hf" else models.base.checkpoint_itemsize
-    return models.trained["actor"].trained_numel * size
+    return models.trained[ACTOR].trained_numel * size
 
 
 def _engine_backs_up(config: RFTConfig) -> bool:

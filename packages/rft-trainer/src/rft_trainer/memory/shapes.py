@@ -65,6 +65,12 @@ class ModelShapes:
         """Distinct elements that are trained."""
         return sum(parameter.numel for parameter in self.parameters if parameter.trained)
 
+    @property
+    def blocks_under_gradient(self) -> int:
+        """Blocks that gradients pass: those from the lowest trained parameter on, in the order of the forward pass."""
+        first = next((place for place, p in enumerate(self.parameters) if p.trained), len(self.parameters))
+        return len({p.block for p in self.parameters[first:] if p.block >= 0})
+
     def block_numel(self, block: int) -> int:
         """Elements of one block; of what is outside the blocks for -1."""
         return sum(parameter.numel for parameter in self.parameters if parameter.block == block)

@@ -82,11 +82,12 @@ def test_three_updates_agree_with_the_actor(folder, tp_size, kind, tmp_path):
             assert random_state_kept
 
 
-def test_lora_alone_and_merged_agree_with_the_actor(folder, tmp_path):
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_lora_alone_and_merged_agree_with_the_actor(folder, tp_size, tmp_path):
     pytest.importorskip("peft")
-    for found in _run(folder, 1, "lora", tmp_path):
+    for found in _run(folder, tp_size, "lora", tmp_path):
         answers = []
-        for version, (by_adapter, merged, refused, reported, loaded) in enumerate(found, start=1):
+        for version, (by_adapter, merged, refused, (reported, verified, named), loaded) in enumerate(found, start=1):
             for worst, same_tokens, tokens in (by_adapter, merged):
                 assert worst < 1e-3
                 assert same_tokens
@@ -94,6 +95,9 @@ def test_lora_alone_and_merged_agree_with_the_actor(folder, tmp_path):
             assert by_adapter[2] == merged[2]
             assert "dropped in deep sleep" in refused  # an adapter does not bring the base back
             assert reported == version
+            # both factors of four layers in two blocks; a bit in the last rank's part is named on every rank
+            assert verified == 16
+            assert named == ["base_model.model.model.layers.1.self_attn.o_proj.lora_A.weight"]
             assert loaded == [1]
             answers.append(by_adapter[2])
         assert answers[0] != answers[1]  # the second adapter is served, and not the first under its name

@@ -13,7 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from rft_sync import AdapterSource, BroadcastConfig, BroadcastManager, EngineNotReady, source_for
+from rft_sync import (
+    AdapterSource,
+    BroadcastConfig,
+    BroadcastManager,
+    EngineNotReady,
+    VerificationFailed,
+    source_for,
+    verify,
+)
 
 PREFIX = [(7 * place + 3) % 490 + 5 for place in range(192)]
 
@@ -121,6 +129,22 @@ def answer(llm, lora_request=None):
     return list(outputs[0].outputs[0].token_ids)
 
 
+def planted(llm, manager):
+    """What verification names when one bit of the last rank's part of a factor is flipped, which is then undone."""
+    layers = []
+    llm.apply_model(lambda model: layers.append(model.lora_manager.modules["model.layers.1.self_attn.o_proj"]))
+    bits = layers[0].lora_a_stacked[0].view(torch.int32)
+    flipped = int(dist.get_rank() == dist.get_world_size() - 1)
+    bits[0, 0, 0, 0] ^= flipped
+    try:
+        verify(manager.source, manager.receiver)
+    except VerificationFailed as failure:
+        return list(failure.names)
+    finally:
+        bits[0, 0, 0, 0] ^= flipped
+    return []
+
+
 def adapters(folder, tp_size, kind):
     """Adapter-only and merged updates of a LoRA actor agree with it; an adapter without its base is refused."""
     import peft
@@ -145,12 +169,14 @@ def adapters(folder, tp_size, kind):
         except EngineNotReady as error:
             refused = str(error)
         base.broadcast_to_engine()
-        version = alone.broadcast_to_engine().version
+        report = alone.broadcast_to_engine()
+        named = planted(llm, alone)
         request = merged.receiver.lora_request
         by_adapter = (*gap(llm, model, request), answer(llm, request))
         loaded = sorted(llm.llm_engine.list_loras())
         merged.broadcast_to_engine()
-        found.append((by_adapter, (*gap(llm, model), answer(llm)), refused, version, loaded))
+        sent = (report.version, report.tensors_verified, named)
+        found.append((by_adapter, (*gap(llm, model), answer(llm)), refused, sent, loaded))
     return found
 
 

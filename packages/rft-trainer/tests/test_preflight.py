@@ -78,6 +78,22 @@ def test_each_problem_is_named(good, change, size, words):
         assert word in str(caught.value)
 
 
+def test_a_group_of_one_hides_no_other_problem_of_the_estimator(good):
+    wrong = {**good, "advantage_estimator": "grpo", "n_samples_per_prompt": 1, "teacher": "/x", "gae_lambda": 0.5}
+    with pytest.raises(ConfigurationError) as caught:
+        preflight(RFTConfig(**wrong), world(1))
+    for words in ("n_samples_per_prompt must be >= 2", "teacher '/x' and", "gae_lambda 0.5 and"):
+        assert words in str(caught.value)
+
+
+def test_a_model_that_the_engines_ranks_cannot_share_is_refused_before_it_is_loaded(good, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 60, "num_attention_heads": 3}')
+    with pytest.raises(ConfigurationError, match="engine_tp_size 2 and num_attention_heads 3"):
+        preflight(
+            RFTConfig(**{**good, "pretrain": str(tmp_path), "engine_type": "vllm", "engine_tp_size": 2}), world(2)
+        )
+
+
 def test_all_problems_at_once(good):
     config = RFTConfig(**{**good, "policy_loss": "pppo", "rollout_batch_size": 3, "pretrain": "/no/such/folder"})
     with pytest.raises(ConfigurationError) as caught:

@@ -15,6 +15,7 @@ from rft_trainer.checkpoint import MANIFEST
 from rft_trainer.config import RFTConfig
 from rft_trainer.config.lora import LARGEST_VLLM_RANK
 from rft_trainer.data import parse_sources
+from rft_trainer.engine_split import check_engine_split
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
 from rft_trainer.memory.dry_run import describe, make_plan
 from rft_trainer.memory.shapes import read_config
@@ -49,7 +50,7 @@ def dry_run(config: RFTConfig) -> str:
         ConfigurationError: one line per problem of the settings.
     """
     environment = _environment(config)
-    _raise_all([*_setting_checks(config, environment), *(partial(read_config, f) for f in _model_folders(config))])
+    _raise_all([*_setting_checks(config, environment), *_paper_checks(config)])
 
     def check(turned: RFTConfig) -> None:
         _raise_all(_setting_checks(turned, environment))
@@ -67,12 +68,18 @@ def _environment(config: RFTConfig) -> TorchrunEnvironment:
     return TorchrunEnvironment.from_environ({name: str(value) for name, value in variables.items()} | place)
 
 
+def _paper_checks(config: RFTConfig) -> list[Callable[[], object]]:
+    """Checks of what a dry run reads."""
+    return [lambda: check_engine_split(config), *(partial(read_config, f) for f in _model_folders(config))]
+
+
 def _run_checks(config: RFTConfig) -> list[Callable[[], object]]:
     """Checks of what a run finds on this machine."""
     return [
         lambda: _check_extras(config),
         lambda: check_resume(config),
         lambda: check_output(config),
+        lambda: check_engine_split(config),
         *(partial(check_model_folder, folder) for folder in _model_folders(config)),
     ]
 
@@ -124,8 +131,7 @@ def with_further_problems(error: BaseException) -> BaseException:
     except DistError as problem:
         return ConfigurationError("\n".join([*known, str(problem)]))
     checks = _setting_checks(config, environment)
-    if not config.dry_run:
-        checks += _run_checks(config)
+    checks += _paper_checks(config) if config.dry_run else _run_checks(config)
     # A check may stumble over a value that is reported already.
     found = _problems(checks, stumbling=(TypeError, ArithmeticError, LookupError, AttributeError))
     reported = {line.split(" ")[0] for line in known}
@@ -195,7 +201,10 @@ def _check_batches(config: RFTConfig, world_size: int) -> Iterator[str]:
 
 def _check_estimator(config: RFTConfig) -> Iterator[str]:
     estimator = AdvantageEstimator.get(config.advantage_estimator)
-    estimator.check(group_size=config.n_samples_per_prompt, has_teacher=config.teacher is not None)
+    try:
+        estimator.check(group_size=config.n_samples_per_prompt, has_teacher=config.teacher is not None)
+    except ConfigurationError as problem:
+        yield str(problem)
     if config.teacher is not None and not estimator.needs_teacher:
         yield (
             f"teacher {config.teacher!r} and advantage_estimator {estimator.name!r} do not work together: only "

@@ -146,7 +146,11 @@ def test_the_knob_that_it_names_makes_it_fit(folder):
     assert plan.fits
     text = describe(plan)
     assert "64 ranks: 8 engines of 8 ranks; FSDP2, bf16" in text
-    assert "1024 responses a step, 16 a rank; 1 optimiser steps of 16 responses a rank, 16 micro-batches each" in text
+    assert "1024 responses a step, 16 a rank; 1 optimiser step of 16 responses a rank, 16 micro-batches each" in text
+    # 31 GiB beside the weights; a token is 80 layers of keys and values of one head of 128 in bf16 on each rank.
+    assert plan.forecast.engine.kv_per_token == 2 * 80 * 128 * 2
+    tokens = (int(0.6 * 80 * GIB) - 2 * NUMEL // 8) // 40960
+    assert f"an engine gets 128 responses; its KV cache holds 128 of them at their longest at a time ({tokens}" in text
     assert "fits" in text
     moved = make_plan(settings(folder, gradient_checkpointing=True, offload_trained=True), ranks=64)
     assert "actor" not in moved.forecast.phases["generate"]
@@ -270,6 +274,75 @@ def test_the_weight_average_and_the_replay_buffer_by_hand(small):
     assert zero.phases["generate"]["weight average"] == 4 * SMALL_NUMEL
     on_host = make_plan(settings(small, fsdp_cpu_offload=True, ema_decay=0.99), ranks=64).forecast
     assert "weight average" not in on_host.phases["update"]
+
+
+def test_flags_that_fit_only_together_are_named_together(small):
+    # Micro-batches of 64 responses of 4,096 tokens keep 9 GiB, and an engine that stays awake has 8.5 of 10 GiB.
+    tight = {"plan_ranks": 1, "engine_tp_size": 1, "micro_train_batch_size": 64, "enable_engine_sleep": False}
+    plan = make_plan(settings(small, **tight, plan_device_gib=10, engine_mem_util=0.85), ranks=1)
+    assert not plan.leaves_room(plan.forecast)
+    assert not any(plan.leaves_room(made) for made in plan.knobs.values())
+    flags, made = plan.together
+    assert len(flags) > 1
+    assert not any(flag.startswith("--lora_rank") for flag in flags)
+    assert plan.leaves_room(made)
+    assert f"with {' '.join(flags)}: {made.peak / GIB:.2f} GiB in {made.peak_phase}, fits" in describe(plan)
+    # One flag is enough where the engine takes less, and then no others are named beside it.
+    roomy = make_plan(settings(small, **tight, plan_device_gib=10, engine_mem_util=0.3), ranks=1)
+    assert not roomy.leaves_room(roomy.forecast)
+    assert roomy.together is None
+
+
+def test_a_share_that_holds_no_cache_is_no_share(small):
+    # On one rank a longest response has 4,096 tokens of keys and values of two layers, 512 wide, in bf16.
+    need, weights = 4096 * 2 * 2 * 512 * 2, 2 * SMALL_NUMEL
+    share = weights + need // 2
+    plan = make_plan(
+        settings(small, engine_tp_size=1, engine_mem_util=share / (10 * GIB), plan_device_gib=10), ranks=64
+    )
+    assert plan.forecast.engine.kv_cache == pytest.approx(need // 2, abs=1)
+    assert plan.leaves_room(plan.forecast)
+    assert not plan.fits
+    text = describe(plan)
+    assert "the engine does NOT start: engine_mem_util 0.0" in text
+    assert f"one response of 4096 tokens needs {need / GIB:.2f} GiB" in text
+    # Half of a share that is just enough is no advice.
+    enough = (weights + need) / (10 * GIB) * 1.5
+    advised = make_plan(settings(small, engine_tp_size=1, engine_mem_util=enough, plan_device_gib=10), ranks=64)
+    assert advised.fits
+    assert not any("--engine_mem_util" in flag for flag in advised.knobs)
+
+
+def test_more_ranks_than_heads_hold_heads_twice(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "num_key_value_heads": 2}))
+    per_token = [
+        make_plan(settings(str(tmp_path), engine_tp_size=size), ranks=64).forecast.engine.kv_per_token
+        for size in (1, 2, 8)
+    ]
+    head = 2 * 2 * 64 * 2  # keys and values of two layers, 64 wide, in bf16
+    assert per_token == [2 * head, head, head]
+
+
+def test_phases_that_a_run_has_not_are_not_shown(small):
+    without = make_plan(settings(small, init_kl_coef=0.0), ranks=64).forecast.phases
+    assert {"reference", "evaluate", "teacher", "critic_values"}.isdisjoint(without)
+    having = make_plan(settings(small, eval_dataset="x", lora_rank=4), ranks=64).forecast.phases
+    assert {"reference", "evaluate"} <= set(having)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, "num_attention_heads 12"),
+        ({"intermediate_size": 1028}, "intermediate_size 1028"),
+        ({"num_attention_heads": 24, "hidden_size": 1536, "num_key_value_heads": 3}, "num_key_value_heads 3"),
+    ],
+)
+def test_a_model_that_the_engine_s_ranks_cannot_share_is_refused_on_paper(tmp_path, change, words):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **change}))
+    with pytest.raises(ConfigurationError, match=f"engine_tp_size 8 and {words}"):
+        dry_run(settings(str(tmp_path)))
+    assert "largest:" in dry_run(settings(str(tmp_path), engine_tp_size=1))
 
 
 def test_an_adapter_alone_is_what_an_update_sends(small):

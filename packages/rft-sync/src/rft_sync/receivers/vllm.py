@@ -1,10 +1,7 @@
 """vLLM in the process of the trainer: `vllm.LLM` with the external launcher, or a single in-process engine."""
 
-import json
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,16 +21,14 @@ from rft_sync.receivers.copy_plan import CopyRecorder, ResolvedPlan
 from rft_sync.receivers.protocol import UpdateSession
 from rft_sync.receivers.random_state import preserved_random_state
 from rft_sync.receivers.replay import LiveCopies, Replay, same_place
+from rft_sync.receivers.vllm_adapter import EngineAdapter
 from rft_sync.receivers.vllm_model import (
     check_vocabulary,
     fills_live_layout,
     reset_lora_state,
-    struct_fields,
     without_lora_wrappers,
 )
 from rft_sync.scan import Piece
-
-_ADAPTER_ID = 1
 
 
 class VLLMReceiver:
@@ -50,7 +45,6 @@ class VLLMReceiver:
 
     Attributes:
         session: Version and usability.
-        lora_request: The request to generate with, after an adapter-only update; None again after a full one.
         plan_refusal: Why copies are not replayed; empty when they are or before the first update.
 
     Raises:
@@ -63,14 +57,13 @@ class VLLMReceiver:
         self._live_layout = live_layout
         self._layerwise = False
         self.session = UpdateSession("VLLMReceiver")
-        self.lora_request: Any = None
         self.plan_refusal = ""
         self._plan: ResolvedPlan | None = None
         self._copies = LiveCopies()
         self._recorder: CopyRecorder | None = None
         self._writing = False
         self._written: set[str] | None = set()
-        self._adapter: dict[str, Tensor] = {}
+        self._adapter = EngineAdapter()
         self._model()
 
     def _engine(self) -> Any:
@@ -104,6 +97,11 @@ class VLLMReceiver:
         """The engine's model dtype."""
         dtype: torch.dtype = self._config.model_config.dtype
         return dtype
+
+    @property
+    def lora_request(self) -> Any:
+        """The request to generate with, after an adapter-only update; None again after a full one."""
+        return self._adapter.request
 
     @property
     def adapter(self) -> Any:
@@ -143,7 +141,9 @@ class VLLMReceiver:
         else:
             check_vocabulary(manifest, self._config.model_config.get_vocab_size())
         self.session.open(manifest)
-        self._writing, self._written, self._adapter = False, set(), {}
+        self._writing, self._written = False, set()
+        if manifest.kind == "adapter":
+            self._adapter.begin(self._model(), manifest)
 
     def load(self, bucket: Bucket) -> None:
         """Hand the bucket to the engine's loader, or replay the recorded copies."""
@@ -151,7 +151,7 @@ class VLLMReceiver:
         self.session.count(bucket.names)
         assert manifest is not None  # count refuses buckets outside an update
         if manifest.kind == "adapter":
-            self._adapter.update({name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket})
+            self._adapter.take(bucket.tensors)
             return
         for group in manifest.groups:
             inside = [name for name in group if name in bucket.tensors]
@@ -274,10 +274,10 @@ class VLLMReceiver:
         assert manifest is not None  # check_complete refuses otherwise
         with preserved_random_state(), torch.no_grad(), self._engine_context():
             if manifest.kind == "adapter":
-                self._apply_adapter(manifest)
+                self._adapter.apply(self._engine(), manifest)
             else:
                 self._finish_weights(self._model())
-                self._drop_adapter()
+                self._adapter.drop(self._engine())
         self._reset_caches()
         self.session.close(version)
         if hasattr(self._engine(), "set_weight_version"):
@@ -304,33 +304,6 @@ class VLLMReceiver:
         if absent:
             raise UnknownTensor(f"no sent tensor reached the vLLM parameters {absent}", absent)
 
-    def _apply_adapter(self, manifest: Manifest) -> None:
-        """Write PEFT files to memory-backed storage and load them in place under the one name."""
-        from safetensors.torch import save_file
-        from vllm.lora.request import LoRARequest
-
-        engine = self._engine()
-        shared = Path("/dev/shm")
-        with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
-            save_file(self._adapter, str(Path(folder) / "adapter_model.safetensors"))
-            (Path(folder) / "adapter_config.json").write_text(manifest.adapter_config or "{}")
-            fields = {"lora_name": "policy", "lora_int_id": _ADAPTER_ID, "lora_path": folder}
-            if self.lora_request is not None and "load_inplace" not in struct_fields(LoRARequest):
-                engine.remove_lora(_ADAPTER_ID)
-            inplace = {"load_inplace": True} if "load_inplace" in struct_fields(LoRARequest) else {}
-            if not engine.add_lora(LoRARequest(**fields, **inplace)):
-                rank = json.loads(manifest.adapter_config or "{}").get("r")
-                raise EngineRefused(f"vLLM did not take the adapter (rank {rank}); check max_lora_rank and max_loras")
-        # The adapter stays loaded under its id; a request that reloads would look for the folder.
-        self.lora_request = LoRARequest(**fields)
-        self._adapter = {}
-
-    def _drop_adapter(self) -> None:
-        """Full weights end the life of an adapter: it belongs to the base weights that it was trained on."""
-        if self.lora_request is not None:
-            self._engine().remove_lora(_ADAPTER_ID)
-            self.lora_request = None
-
     def _reset_caches(self) -> None:
         engine = self._engine()
         if not self._llm.reset_prefix_cache():
@@ -355,16 +328,18 @@ class VLLMReceiver:
                 _reload_module().finalize_layerwise_reload(self._model(), self._config.model_config)
         self._plan = self._recorder = None
         self._copies.forget()
-        self._adapter = {}
+        self._adapter.forget()
         self._writing = False
         self.session.abort(reason)
 
     def readable(self) -> Sequence[str]:
-        """Names whose bytes can be followed into live parameters: all under a `CopyPlan`, else none."""
-        return tuple(self._plan.targets) if self._plan is not None else ()
+        """Names whose bytes can be followed: all weights under a `CopyPlan`, and the factors of linear layers."""
+        return (*(self._plan.targets if self._plan is not None else ()), *self._adapter.places)
 
     def expected_parts(self, name: str, tensor: Tensor) -> Sequence[Piece]:
         """The slices of `tensor` that this rank's engine holds, in the engine's dtype."""
+        if name in self._adapter.places:
+            return self._adapter.expected(name, tensor)
         whole = tensor.contiguous()
         if self._plan is not None:
             return [Piece(source, target.dtype) for source, target in self._plan.pairs(name, whole)]
@@ -375,6 +350,8 @@ class VLLMReceiver:
 
     def read_back(self, name: str) -> Sequence[Tensor]:
         """The live slices, in the same order."""
+        if name in self._adapter.places:
+            return self._adapter.read_back(name)
         return [target for _, target in self._plan.targets[name]] if self._plan is not None else ()
 
     @contextmanager

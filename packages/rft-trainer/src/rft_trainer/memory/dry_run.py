@@ -24,12 +24,15 @@ class Plan:
     """What a dry run found out.
 
     knobs: flag -> forecast with it, for flags that lower the peak.
+    together: flags, each the best behind those before it, and the forecast with all of them; none where the run fits as
+        it is, or with one flag.
     """
 
     config: RFTConfig
     cluster: Cluster
     forecast: Forecast
     knobs: Mapping[str, Forecast]
+    together: tuple[tuple[str, ...], Forecast] | None = None
 
     @property
     def room(self) -> int:
@@ -39,8 +42,17 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase stays within the device."""
-        return self.forecast.peak <= self.room
+        """Whether every phase stays within the device, and the engine can begin."""
+        return self.leaves_room(self.forecast) and not self.cache_problem
+
+    def leaves_room(self, made: Forecast) -> bool:
+        """Whether every phase of a forecast stays within the device."""
+        return made.peak <= self.room
+
+    @property
+    def cache_problem(self) -> str:
+        """Why the engine could not begin; empty where it can."""
+        return _cache_problem(self.config, self.forecast)
 
 
 def make_plan(config: RFTConfig, *, ranks: int, check: Callable[[RFTConfig], None] = lambda config: None) -> Plan:
@@ -59,31 +71,84 @@ def make_plan(config: RFTConfig, *, ranks: int, check: Callable[[RFTConfig], Non
     cluster = Cluster(
         ranks=ranks, device_bytes=_device_bytes(config), bf16=computes_in_bf16(config, "cuda" if on_gpu else "cpu")
     )
-    folders = [config.pretrain, config.critic_pretrain, config.teacher]
-    files: dict[str | None, Any] = {folder: read_config(folder) for folder in folders if folder is not None}
-    made_before: dict[Any, ModelShapes] = {}
+    planner = _Planner(config, cluster, check)
+    made = planner.foresee(config)
+    first = planner.turned(config, made.peak)
+    plan = Plan(config, cluster, made, {name: changed for name, (_, changed) in first.items()})
+    if any(plan.leaves_room(found) for found in (made, *plan.knobs.values())):
+        return plan
+    return replace(plan, together=planner.together(plan, first))
 
-    def shapes(found: Any, **options: Any) -> ModelShapes:
+
+_Turned = Mapping[str, tuple[RFTConfig, Forecast]]
+"""Flag -> settings with it and their forecast."""
+
+
+class _Planner:
+    """Forecasts of a run's settings and of changed ones; the shapes of each model are made once."""
+
+    def __init__(self, config: RFTConfig, cluster: Cluster, check: Callable[[RFTConfig], None]) -> None:
+        folders = [config.pretrain, config.critic_pretrain, config.teacher]
+        self._files: dict[str | None, Any] = {folder: read_config(folder) for folder in folders if folder is not None}
+        self._cluster = cluster
+        self._check = check
+        self._made: dict[Any, ModelShapes] = {}
+
+    def _shapes(self, found: Any, **options: Any) -> ModelShapes:
         key = (id(found), *sorted(options.items()))
-        if key not in made_before:
-            made_before[key] = model_shapes(found, **options)
-        return made_before[key]
+        if key not in self._made:
+            self._made[key] = model_shapes(found, **options)
+        return self._made[key]
 
-    def foresee(settings: RFTConfig) -> Forecast:
-        return configured_forecast(settings, cluster, files, warm_starts=settings.warm_starts, shapes=shapes)
+    def foresee(self, config: RFTConfig) -> Forecast:
+        return configured_forecast(
+            config, self._cluster, self._files, warm_starts=config.warm_starts, shapes=self._shapes
+        )
 
-    made = foresee(config)
-    knobs: dict[str, Forecast] = {}
-    for name, changes in _changes(config).items():
-        try:
-            turned = replace(config, **changes)
-            check(turned)
-            changed = foresee(turned)
-        except (ConfigurationError, UnsupportedCombination):
-            continue  # it does not go with the run's other settings, or not without an extra: no advice
-        if changed.peak < made.peak:
-            knobs[name] = changed
-    return Plan(config, cluster, made, knobs)
+    def turned(self, config: RFTConfig, peak: int) -> _Turned:
+        """What each flag that is not turned yet would do, for the flags that lower the peak."""
+        found: dict[str, tuple[RFTConfig, Forecast]] = {}
+        for name, changes in _changes(config).items():
+            try:
+                other = replace(config, **changes)
+                self._check(other)
+                changed = self.foresee(other)
+            except (ConfigurationError, UnsupportedCombination):
+                continue  # it does not go with the run's other settings, or not without an extra: no advice
+            starts = not _cache_problem(other, changed) or bool(_cache_problem(config, self.foresee(config)))
+            if changed.peak < peak and starts:
+                found[name] = other, changed
+        return found
+
+    def together(self, plan: Plan, found: _Turned) -> tuple[tuple[str, ...], Forecast] | None:
+        """One flag after the other, each time the one that lowers the peak most, until it fits or none lowers it.
+
+        Adapters are left out: with them another model is trained.
+        """
+        flags: dict[str, str] = {}
+        best: Forecast | None = None
+        while best is None or not plan.leaves_room(best):
+            choices = {name: choice for name, choice in found.items() if not name.startswith("--lora_rank")}
+            if not choices:
+                break
+            name = min(choices, key=lambda flag: choices[flag][1].peak)
+            settings, best = choices[name]
+            flags[name.partition(" ")[0]] = name
+            found = self.turned(settings, best.peak)
+        return None if best is None else (tuple(flags.values()), best)
+
+
+def _cache_problem(config: RFTConfig, made: Forecast) -> str:
+    """Why vLLM or SGLang would not start: its share of the device must hold its weights and one longest response."""
+    engine = made.engine
+    longest = config.prompt_max_len + config.generate_max_len
+    if engine is None or config.engine_type == "hf" or engine.kv_cache >= longest * engine.kv_per_token:
+        return ""
+    return (
+        f"engine_mem_util {config.engine_mem_util:g} leaves {engine.kv_cache / GIB:.2f} GiB beside the engine's "
+        f"weights ({engine.weights / GIB:.2f} GiB), and one response of {longest} tokens needs "
+        f"{longest * engine.kv_per_token / GIB:.2f} GiB: raise it, or --engine_tp_size"
+    )
 
 
 def _device_bytes(config: RFTConfig) -> int:
@@ -124,23 +189,48 @@ def describe(plan: Plan) -> str:
     per_rank = config.samples_per_step // ranks
     steps = config.updates_per_step
     per_update = (config.train_batch_size or config.samples_per_step) // ranks
+    verdict = "fits" if plan.leaves_room(plan.forecast) else "does NOT fit"
     lines = [
         f"{ranks} ranks: {len(layout.tp_groups())} engines of {config.engine_tp_size} ranks; "
         f"{'FSDP2' if config.fsdp else f'ZeRO-{config.zero_stage}'}, {'bf16' if plan.cluster.bf16 else 'fp32'}",
-        f"{config.samples_per_step} responses a step, {per_rank} a rank; {steps} optimiser steps of {per_update} "
-        f"responses a rank, {_micro_batches(config, per_update)} micro-batches each",
+        f"{config.samples_per_step} responses a step, {per_rank} a rank; {_counted(steps, 'optimiser step')} of "
+        f"{per_update} responses a rank, {_micro_batches(config, per_update)} each",
         *_warm_start_lines(plan),
+        *_engine_lines(plan),
         f"each weight sync sends {plan.forecast.sync_bytes / GIB:.2f} GiB; pinned host memory for what leaves the "
         f"device: {plan.forecast.host_bytes / GIB:.2f} GiB a rank",
         "",
         _table(plan.forecast),
         "",
         f"largest: {plan.forecast.peak_phase}, {plan.forecast.peak / GIB:.2f} GiB; a rank has {plan.room / GIB:.2f} "
-        f"GiB ({_RESERVED_BYTES / GIB:.0f} GiB are kept free): {'fits' if plan.fits else 'does NOT fit'}",
+        f"GiB ({_RESERVED_BYTES / GIB:.0f} GiB are kept free): {verdict}",
     ]
+    if plan.cache_problem:
+        lines.append(f"the engine does NOT start: {plan.cache_problem}")
     for flag, changed in sorted(plan.knobs.items(), key=lambda item: item[1].peak):
         lines.append(f"  with {flag:<28} {changed.peak / GIB:8.2f} GiB in {changed.peak_phase}")
+    if plan.together is not None:
+        flags, changed = plan.together
+        found = "fits" if plan.leaves_room(changed) else "does NOT fit either"
+        lines.append(f"  with {' '.join(flags)}: {changed.peak / GIB:.2f} GiB in {changed.peak_phase}, {found}")
     return "\n".join(lines)
+
+
+def _counted(number: int, name: str, several: str | None = None) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {several or name + 's'}"
+
+
+def _engine_lines(plan: Plan) -> list[str]:
+    """What an engine's KV cache is for."""
+    engine = plan.forecast.engine
+    if engine is None:
+        return []
+    longest = plan.config.prompt_max_len + plan.config.generate_max_len
+    at_once = engine.kv_cache // (longest * engine.kv_per_token)
+    return [
+        f"an engine gets {_counted(engine.responses, 'response')}; its KV cache holds {min(at_once, engine.responses)} "
+        f"of them at their longest at a time ({engine.kv_cache // engine.kv_per_token} tokens)"
+    ]
 
 
 def _warm_start_lines(plan: Plan) -> list[str]:
@@ -158,8 +248,8 @@ def _warm_start_lines(plan: Plan) -> list[str]:
 def _micro_batches(config: RFTConfig, responses: int) -> str:
     if config.max_tokens_per_micro_batch is not None:
         longest = config.prompt_max_len + config.generate_max_len
-        return f"at most {-(-responses * longest // config.max_tokens_per_micro_batch)}"
-    return str(-(-responses // config.micro_train_batch_size))
+        return f"at most {-(-responses * longest // config.max_tokens_per_micro_batch)} micro-batches"
+    return _counted(-(-responses // config.micro_train_batch_size), "micro-batch", "micro-batches")
 
 
 def _table(made: Forecast) -> str:

@@ -1,6 +1,6 @@
 """Bytes that each owner will hold on one rank, from shapes and settings alone."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from rft_engines import Fate, SleepLevel, sleep_contract
@@ -191,33 +191,54 @@ def activation_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster, *
     return kept + 2 * _FP32 * min(tokens, _HEAD_CHUNK) * shapes.vocabulary
 
 
-def engine_bytes(base: ModelShapes, config: RFTConfig, cluster: Cluster) -> tuple[int, int]:
-    """(weights, KV cache) of the rollout engine on one rank, for a checkpoint without adapters."""
+@dataclass(frozen=True, kw_only=True)
+class EngineBytes:
+    """The rollout engine on one rank, for a checkpoint without adapters.
+
+    weights: of this rank's slices.
+    kv_cache: that it takes.
+    kv_per_token: of one token of one response.
+    responses: that the ranks of the engine generate together in one round.
+    """
+
+    weights: int
+    kv_cache: int
+    kv_per_token: int
+    responses: int
+
+
+def engine_bytes(base: ModelShapes, config: RFTConfig, cluster: Cluster) -> EngineBytes:
+    """Of the engine that generates with the checkpoint `base`."""
     size, split = base.checkpoint_itemsize, config.engine_tp_size
     weights = size * -(-base.numel // split)
-    longest = config.prompt_max_len + config.generate_max_len
+    # A rank has whole heads, and one at least: more ranks than heads hold some of them twice.
+    per_token = size * (base.kv_numel_per_token // base.kv_heads) * -(-base.kv_heads // split)
     rows = -(-config.samples_per_step // cluster.ranks) * split
-    wanted = rows * longest * size * -(-base.kv_numel_per_token // split)
+    wanted = rows * (config.prompt_max_len + config.generate_max_len) * per_token
     if config.engine_type == "hf":
-        return weights, min(wanted, _HF_KV_BYTES)
-    if cluster.device_bytes is None:
-        return weights, wanted
-    # vLLM and SGLang fill their share whatever the rollout needs.
-    return weights, max(0, int(config.engine_mem_util * cluster.device_bytes) - weights)
+        taken = min(wanted, _HF_KV_BYTES)
+    elif cluster.device_bytes is None:
+        taken = wanted
+    else:
+        # vLLM and SGLang fill their share whatever the rollout needs.
+        taken = max(0, int(config.engine_mem_util * cluster.device_bytes) - weights)
+    return EngineBytes(weights=weights, kv_cache=taken, kv_per_token=per_token, responses=rows)
 
 
 @dataclass(frozen=True)
 class Forecast:
     """Bytes of one rank by phase and owner, and of one weight sync.
 
-    phases: phase -> owner -> bytes on the device.
+    phases: phase -> owner -> bytes on the device; phases that the run does not have are left out.
     sync_bytes: sent at each sync.
     host_bytes: pinned mirrors of what leaves the device.
+    engine: its parts; None where it was not asked for.
     """
 
     phases: Mapping[str, Mapping[str, int]]
     sync_bytes: int
     host_bytes: int
+    engine: EngineBytes | None = None
 
     def total(self, phase: str) -> int:
         """All owners of a phase."""
@@ -276,12 +297,12 @@ def forecast(config: RFTConfig, cluster: Cluster, plan: PlacementPlan, models: M
     held.update({role: frozen_bytes(shapes, config, cluster) for role, shapes in models.frozen.items()})
     if config.ema_decay > 0:
         held[AVERAGE] = average_bytes(models.trained[ACTOR], config, cluster)
-    weights, kv = engine_bytes(models.base, config, cluster)
+    rollout = engine_bytes(models.base, config, cluster)
+    weights, kv = rollout.weights, rollout.kv_cache
     phases: dict[str, dict[str, int]] = {}
     if models.warm_start is not None:
         phases[WARM_START] = warm_start_row(models.warm_start, config, cluster)
-    absent = {role for role in ("critic_values", "teacher") if role.partition("_")[0] not in held}
-    for phase in (phase for phase in PHASES if phase not in absent):
+    for phase in (phase for phase in PHASES if _happens(phase, config, held)):
         row = {owner: size for owner, size in held.items() if plan.placement(owner, phase) is not Placement.HOST}
         engine = plan.placement(ENGINE, phase)
         if engine is not Placement.HOST:
@@ -296,7 +317,21 @@ def forecast(config: RFTConfig, cluster: Cluster, plan: PlacementPlan, models: M
         phases[phase] = {owner: size for owner, size in row.items() if size}
     leaving = (o for o in held if any(plan.placement(o, phase) is Placement.HOST for phase in PHASES))
     on_host = sum(held[owner] for owner in leaving) + (weights if _engine_backs_up(config) else 0)
-    return Forecast(phases, _sent_bytes(config, models), on_host)
+    return Forecast(phases, _sent_bytes(config, models), on_host, rollout)
+
+
+def _happens(phase: str, config: RFTConfig, owners: Collection[str]) -> bool:
+    """Whether a run with these owners has the phase."""
+    if phase == "evaluate":
+        return _evaluates(config)
+    if phase == "reference":
+        # The actor itself without its adapters, where no model of its own is there.
+        return config.init_kl_coef > 0
+    return phase not in ("critic_values", "teacher") or phase.partition("_")[0] in owners
+
+
+def _evaluates(config: RFTConfig) -> bool:
+    return config.eval_dataset is not None or bool(config.eval_sets)
 
 
 def _sent_bytes(config: RFTConfig, models: Models) -> int:
@@ -313,5 +348,4 @@ def _engine_backs_up(config: RFTConfig) -> bool:
     if not config.enable_engine_sleep:
         return False
     released = sleep_contract(config.engine_type).effect(SleepLevel.KEEP_WEIGHTS).weights is Fate.RELEASED
-    evaluates = config.eval_dataset is not None or bool(config.eval_sets)
-    return released and (config.sends_adapter_only or evaluates)
+    return released and (config.sends_adapter_only or _evaluates(config))

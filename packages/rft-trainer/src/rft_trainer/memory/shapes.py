@@ -42,6 +42,7 @@ class ModelShapes:
     """What a model's memory follows from.
 
     buffer_bytes: of buffers that no rank shares with another.
+    kv_heads: of keys, and as many of values.
     kv_numel_per_token: elements of the keys and values of one token.
     checkpoint_itemsize: bytes of an element in the checkpoint's dtype, which an engine takes over.
     """
@@ -52,6 +53,7 @@ class ModelShapes:
     layers: int
     vocabulary: int
     intermediate: int
+    kv_heads: int
     kv_numel_per_token: int
     checkpoint_itemsize: int
 
@@ -92,7 +94,7 @@ def read_config(pretrain: str) -> Any:
     try:
         return AutoConfig.from_pretrained(str(Path(pretrain).expanduser()))
     except (OSError, ValueError, KeyError) as error:
-        problem = f"pretrain is {pretrain!r}: no config.json can be read ({_first_line(error)})"
+        problem = f"model folder {pretrain!r}: no config.json can be read ({_first_line(error)})"
         raise ConfigurationError(problem) from error
 
 
@@ -151,6 +153,7 @@ def _shapes_of(model: nn.Module, config: Any) -> ModelShapes:
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        kv_heads=heads,
         kv_numel_per_token=2 * text.num_hidden_layers * heads * head_dim,
         checkpoint_itemsize=dtype.itemsize,
     )

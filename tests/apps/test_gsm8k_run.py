@@ -187,6 +187,7 @@ def assert_whole(folder, model, *, items):
     for step, row in steps.items():
         # the rollout of step k was made with version k; the sync after its update made version k + 1
         assert (row["rollout/weights_version"], row["sync/version"]) == (step, step + 1)
+        assert row["rollout/weight_lag"] == 0
         assert row["train/gap/gap"] < 1e-4
         assert row["train/skipped_updates"] == 0
         assert row["rollout/counts/samples"] == 16

@@ -33,3 +33,16 @@ def test_every_metric_is_written_somewhere():
     for direction in ("offload", "reload"):
         made |= {f"memory/{direction}_{what}": f"_{what}" for what in ("seconds", "gigabytes_per_second")}
     assert [name for name in metrics if made.get(name, name.rpartition("/")[2]) not in TEXT] == []
+
+
+def test_every_check_names_tests_and_errors_that_exist():
+    table = PAGE.partition("## Every operational check")[2]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 11
+    for row in rows:
+        named = re.findall(r"`([\w/.-]+\.py)::(\w+)`", row)
+        assert named, row
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no {test}"
+        for error in re.findall(r"`(\w+(?:Error|Mismatch|Failed))`", row):
+            assert f"class {error}(" in TEXT, error

@@ -1,5 +1,6 @@
 """A run whose models come and go by phase is the run in which everything stays."""
 
+import json
 from functools import partial
 
 import pytest
@@ -60,8 +61,15 @@ def test_the_result_is_that_of_a_run_in_which_everything_stays(folder, tmp_path,
         train_staged, world, config(folder, tmp_path / "staged", **SHAPE, **STAGED, **strategy), timeout_seconds=500
     )
     assert_same(staged, stays, exact=True)
-    lines = (tmp_path / "staged" / "metrics.jsonl").read_text()
-    assert "memory/offload_gigabytes_per_second" in lines
+    shares = []
+    for run in ("stays", "staged"):
+        rows = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
+        row = next(row for row in rows if row.get("step") == 2 and "perf/border_share" in row)
+        # What left did so at the borders of the step's phases.
+        moved = row.get("memory/offload_seconds", 0.0)
+        assert moved <= row["perf/border_share"] * row["perf/seconds_step"] < row["perf/seconds_step"]
+        shares.append((moved > 0, row.get("memory/offload_gigabytes_per_second", 0.0) > 0))
+    assert shares == [(False, False), (True, True)]
 
 
 def interrupted(rank, world, settings):

@@ -10,8 +10,8 @@ import torch
 
 from rft_dist.testing import run_ranks
 from rft_trainer.config import RFTConfig
-from rft_trainer.memory.build import configured_forecast
-from rft_trainer.memory.forecast import Cluster, frozen_bytes, trained_bytes
+from rft_trainer.memory.build import configured_forecast, warm_start_shapes
+from rft_trainer.memory.forecast import Cluster, frozen_bytes, reduced_bytes, trained_bytes
 from rft_trainer.memory.shapes import model_shapes, read_config
 from rft_trainer.models import Actor, load_causal_model, padded_layout
 from rft_trainer.roles import build_policy
@@ -77,6 +77,25 @@ class KeptForBackward:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
 
 
+class Reductions:
+    """Most bytes that FSDP2 holds for one reduction: whole gradients, and the buffer that they are sent from."""
+
+    def __init__(self):
+        self.most = 0
+
+    def watch(self, patch):
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+        copy_in = collectives.foreach_reduce_scatter_copy_in
+
+        def watched(gradients, buffer, *rest):
+            held = sum(tensor.untyped_storage().nbytes() for tensor in (*gradients, buffer))
+            self.most = max(self.most, held)
+            return copy_in(gradients, buffer, *rest)
+
+        patch.setattr(collectives, "foreach_reduce_scatter_copy_in", watched)
+
+
 def measure_warm_start(rank, world, cases):
     """case -> owner -> bytes on this rank, of a supervised step on a micro-batch of the longest answers."""
     device = torch.device("cpu")
@@ -92,11 +111,15 @@ def measure_warm_start(rank, world, cases):
         with kept.hooks():
             loss = -state.module(padded_layout(prompts, answers, 0)).log_probs.sum()
         activations = kept.nbytes()
-        backend.backward(state, loss, last=True)
+        reductions = Reductions()
+        with pytest.MonkeyPatch.context() as patch:
+            reductions.watch(patch)
+            backend.backward(state, loss, last=True)
         state.release_gathered()
         gradients = local_gradients(backend, state, weights)
         backend.optimizer_step(state)
         found[name] = {
+            "one reduction": reductions.most,
             "actor": weights,
             "gradients": gradients,
             "actor optimiser": state.memory.optimizer.nbytes(),
@@ -162,5 +185,8 @@ def test_each_owner_of_a_warm_start_is_within_a_tenth(folder, world, names):
         for name, config in cases.items():
             made = configured_forecast(config, cluster, files, warm_starts=True)
             expected = dict(made.phases["warm_start"])
-            expected.pop("gathered weights", None)
+            for passing in ("gathered weights", "gradients in flight"):
+                expected.pop(passing, None)
+            shapes = warm_start_shapes(config, files[folder])
+            expected["one reduction"] = max(reduced_bytes(shapes, config, cluster)) if config.fsdp else 0
             assert found[name] == pytest.approx(expected, rel=0.1), name

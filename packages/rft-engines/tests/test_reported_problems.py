@@ -97,6 +97,24 @@ def test_the_cache_is_not_back_before_the_update_is_finished():
     assert engine.events == ["release 2", "restore weights", "restore kv_cache"]
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_second_sleep_and_a_second_wake_up_touch_nothing(level):
+    engine = ScriptedEngine.answering({(1,): (3,)}, vocab_size=10, eos_token_id=END, contract=sleep_contract("vllm"))
+    engine.sleep(level)
+    for again in range(1, level + 1):
+        assert engine.sleep(again) == 0
+    assert engine.events == [f"release {level}"]
+    assert len(engine.sleep_memory.rounds) <= 1
+    for _ in range(2):
+        engine.wake_up()
+    assert engine.events == [f"release {level}", "restore weights", "restore kv_cache"]
+    if level == 2:
+        with pytest.raises(EngineStateError, match=r"sleep\(2\) dropped them"):
+            engine.generate([GenerationRequest((1,))], GREEDY)
+    else:
+        assert engine.generate([GenerationRequest((1,))], GREEDY)[0].token_ids[0] == 3
+
+
 @pytest.mark.parametrize("name", ["hf", "vllm", "sglang"])
 def test_one_script_of_sleep_means_the_same_on_every_engine(name):
     contract = sleep_contract(name)

@@ -67,6 +67,8 @@ def test_a_72b_on_64_gpus_by_hand(folder):
     assert update["actor optimiser"] == pytest.approx(8 * NUMEL / 64, rel=1e-5)
     assert update["gradients"] == 4 * NUMEL // 64
     assert update["gathered weights"] == 2 * (2 * 152064 * 8192 + 8192 + 2 * BLOCK)
+    # One block's gradients in bf16, once more in fp32 to be sent, and the head's, which wait for the end.
+    assert update["gradients in flight"] == 6 * BLOCK + 2 * (152064 * 8192 + 8192)
     assert generate["reference"] == update["actor"]
     assert generate["engine weights"] == 2 * NUMEL // 8
     assert generate["engine weights"] + generate["kv cache"] == int(0.6 * 80 * GIB)
@@ -89,13 +91,13 @@ def test_the_warm_start_of_a_72b_by_hand(folder):
     assert next(iter(plan.forecast.phases)) == "warm_start"
     row = plan.forecast.phases["warm_start"]
     update = plan.forecast.phases["update"]
-    for owner in ("actor", "actor optimiser", "gradients", "gathered weights"):
+    for owner in ("actor", "actor optimiser", "gradients", "gathered weights", "gradients in flight"):
         assert row[owner] == update[owner]
     # A rank has 2 of the 128 answers, fewer than the 64 of a micro-batch: 8,192 tokens in bf16, ten hidden-sized and
     # four intermediate-sized tensors a block, and two fp32 chunks of 1,024 rows of the vocabulary.
     tokens = 2 * (1024 + 3072)
     assert row["activations"] == 80 * 2 * tokens * (10 * 8192 + 4 * 29568) + 2 * 4 * 1024 * 152064
-    assert set(row) == {"actor", "actor optimiser", "gradients", "gathered weights", "activations"}
+    assert len(row) == 6
     # No reference and no engine stand beside it, and still its activations are twice those of the update.
     assert plan.forecast.peak_phase == "warm_start"
     total = sum(row.values()) / GIB
@@ -122,6 +124,20 @@ def test_a_warm_start_trains_whole_weights_where_reinforcement_trains_adapters(s
     without = make_plan(settings(small, **WARM), ranks=64).forecast.phases
     assert with_adapters["warm_start"] == without["warm_start"]
     assert with_adapters["update"]["actor optimiser"] < 0.3 * with_adapters["warm_start"]["actor optimiser"]
+
+
+def test_gradients_outside_the_blocks_are_reduced_when_all_else_is_gone(small):
+    """A vocabulary that outweighs everything: at the end its gradients stand alone, in bf16 and in fp32."""
+    row = make_plan(
+        settings(small, micro_train_batch_size=1, prompt_max_len=8, generate_max_len=8), ranks=64
+    ).forecast.phases["update"]
+    outside = 6 * (2 * 1024 * 512 + 512)
+    block = 6 * (SMALL_NUMEL - 2 * 1024 * 512 - 512) // 2
+    assert row["gradients in flight"] == max(
+        block + 2 * (1024 * 512 + 512), outside - row["activations"] - row["gathered weights"]
+    )
+    zero = make_plan(settings(small, fsdp=False, zero_stage=2), ranks=64).forecast.phases["update"]
+    assert "gradients in flight" not in zero
 
 
 def test_micro_batches_are_no_larger_than_a_ranks_share(small):

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from rft_trainer.algorithms import MetricMax
 from rft_trainer.config import RFTConfig
 from rft_trainer.experience import Collator, Experience, MicroBatchPlanner
 from rft_trainer.models import Actor, load_causal_model, packed_layout
 from rft_trainer.session import update_config
 from rft_trainer.strategy.protocols import StepReport
 from rft_trainer.testing import tiny_model_folder
+from rft_trainer.trainer.collector import MetricCollector
 from rft_trainer.trainer.update import PolicyUpdate
 
 # `equal` is left out: equal prompts are found where the responses lie, on the host.
@@ -192,6 +194,22 @@ def test_no_graph_of_an_earlier_micro_batch_is_alive(actor):
     one_update(SimpleNamespace(module=watched, network=actor), rows(12))
     assert len(most) == 6
     assert max(most) == 0
+
+
+def test_what_is_kept_for_the_metrics_needs_no_gradient(actor, monkeypatch):
+    kept = []
+    read = MetricCollector._read
+
+    def watched(collector):
+        for _, metric in collector._parts:
+            kept.extend([metric.value] if isinstance(metric, MetricMax) else [metric.total, metric.count])
+        kept.extend(collector._losses)
+        return read(collector)
+
+    monkeypatch.setattr(MetricCollector, "_read", watched)
+    one_update(actor, rows(12))
+    assert len(kept) > 6
+    assert [tensor for tensor in kept if tensor.requires_grad] == []
 
 
 def test_without_a_coefficient_no_reference_is_read(actor):

@@ -108,6 +108,7 @@ class _Planner:
     def turned(self, config: RFTConfig, peak: int) -> _Turned:
         """What each flag that is not turned yet would do, for the flags that lower the peak."""
         found: dict[str, tuple[RFTConfig, Forecast]] = {}
+        starts = not _cache_problem(config, self.foresee(config))
         for name, changes in _changes(config).items():
             try:
                 other = replace(config, **changes)
@@ -115,8 +116,8 @@ class _Planner:
                 changed = self.foresee(other)
             except (ConfigurationError, UnsupportedCombination):
                 continue  # it does not go with the run's other settings, or not without an extra: no advice
-            starts = not _cache_problem(other, changed) or bool(_cache_problem(config, self.foresee(config)))
-            if changed.peak < peak and starts:
+            # An engine that would start must go on to.
+            if changed.peak < peak and not (starts and _cache_problem(other, changed)):
                 found[name] = other, changed
         return found
 

@@ -12,6 +12,7 @@ from rft_trainer.strategy.residency import OPTIMIZER_SUFFIX
 ACTOR = "actor"
 ACTIVATIONS = "activations"
 GRADIENTS = "gradients"
+IN_FLIGHT = "gradients in flight"
 KV_CACHE = "kv cache"
 ENGINE_WEIGHTS = "engine weights"
 GATHERED = "gathered weights"
@@ -113,6 +114,38 @@ def _partition_gradients(shapes: ModelShapes, ranks: int) -> int:
                 held[rank] += numel
             start += numel
     return max(held)
+
+
+def reduced_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> tuple[int, int]:
+    """(the largest block, what lies outside the blocks): gradients that are whole on a rank while they are reduced.
+
+    FSDP2 reduces each block behind its backward, and what lies outside behind all of them: whole gradients in the dtype
+    of the computation, and the buffer in fp32 that they are sent from, with the padding of equal shards.
+    """
+    ranks = config.fsdp_shard_size or cluster.ranks
+    compute = 2 if cluster.bf16 else _FP32
+    numels: dict[int, int] = {}
+    for p in (p for p in shapes.parameters if p.trained):
+        held = compute * p.numel + _FP32 * ranks * p.shard_numel(ranks)
+        numels[p.block] = numels.get(p.block, 0) + held
+    outside = numels.pop(-1, 0)
+    return max(numels.values(), default=0), outside
+
+
+def in_flight_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster, *, freed: int) -> int:
+    """Of gradients on their way to the shards, beside what else a backward holds; under FSDP2 alone.
+
+    freed: bytes of activations and gathered weights, which are gone when what lies outside the blocks is reduced.
+    """
+    if not config.fsdp:
+        return 0
+    block, outside = reduced_bytes(shapes, config, cluster)
+    compute = 2 if cluster.bf16 else _FP32
+    # The gradient of the head waits from the beginning; where head and embedding are one, that of both.
+    own = [p for p in shapes.parameters if p.trained and p.block < 0]
+    head = [p for p in shapes.behind_blocks if p.trained]
+    waiting = head if any(len(p.shape) > 1 for p in head) else own
+    return max(block + compute * sum(p.numel for p in waiting), outside - freed)
 
 
 def frozen_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> int:
@@ -274,12 +307,14 @@ class Models:
 def warm_start_row(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> dict[str, int]:
     """Owner -> bytes on one rank during supervised steps on a model of these shapes, which is alone on the device."""
     state = trained_bytes(shapes, replace(config, lora_rank=0), cluster)
+    activations = activation_bytes(shapes, config, cluster, tokens=warm_start_tokens(config, cluster))
     row = {
         ACTOR: state.weights,
         ACTOR + OPTIMIZER_SUFFIX: state.optimizer,
         GATHERED: state.gathered,
         GRADIENTS: state.gradients,
-        ACTIVATIONS: activation_bytes(shapes, config, cluster, tokens=warm_start_tokens(config, cluster)),
+        IN_FLIGHT: in_flight_bytes(shapes, config, cluster, freed=state.gathered + activations),
+        ACTIVATIONS: activations,
     }
     return {owner: size for owner, size in row.items() if size}
 
@@ -287,13 +322,15 @@ def warm_start_row(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> 
 def forecast(config: RFTConfig, cluster: Cluster, plan: PlacementPlan, models: Models) -> Forecast:
     """What one rank will hold in each phase."""
     held: dict[str, int] = {}
-    gathered = gradients = activations = 0
+    gathered = gradients = activations = in_flight = 0
     tokens = update_tokens(config, cluster)
     for role, shapes in models.trained.items():
         state = trained_bytes(shapes, config, cluster)
         held[role], held[role + OPTIMIZER_SUFFIX] = state.weights, state.optimizer
         gathered, gradients = max(gathered, state.gathered), gradients + state.gradients
-        activations = max(activations, activation_bytes(shapes, config, cluster, tokens=tokens))
+        kept = activation_bytes(shapes, config, cluster, tokens=tokens)
+        activations = max(activations, kept)
+        in_flight = max(in_flight, in_flight_bytes(shapes, config, cluster, freed=state.gathered + kept))
     held.update({role: frozen_bytes(shapes, config, cluster) for role, shapes in models.frozen.items()})
     if config.ema_decay > 0:
         held[AVERAGE] = average_bytes(models.trained[ACTOR], config, cluster)
@@ -312,7 +349,7 @@ def forecast(config: RFTConfig, cluster: Cluster, plan: PlacementPlan, models: M
         if phase in _COMPUTING:
             row[GATHERED] = gathered
         if phase == "update":
-            row |= {GRADIENTS: gradients, ACTIVATIONS: activations}
+            row |= {GRADIENTS: gradients, IN_FLIGHT: in_flight, ACTIVATIONS: activations}
             row[EXPERIENCES] = experience_bytes(config, cluster) if config.replay_on_device else 0
         phases[phase] = {owner: size for owner, size in row.items() if size}
     leaving = (o for o in held if any(plan.placement(o, phase) is Placement.HOST for phase in PHASES))

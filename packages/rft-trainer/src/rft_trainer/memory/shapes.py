@@ -1,8 +1,9 @@
 """The shapes of a model from its config.json alone: built on the meta device, no weights, no memory."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,27 @@ class ModelShapes:
         first = next((place for place, p in enumerate(self.parameters) if p.trained), len(self.parameters))
         return len({p.block for p in self.parameters[first:] if p.block >= 0})
 
+    @property
+    def behind_blocks(self) -> tuple[ParameterShape, ...]:
+        """What comes behind the last block: the last norm, and a head of its own."""
+        last = max((place for place, p in enumerate(self.parameters) if p.block >= 0), default=-1)
+        return self.parameters[last + 1 :]
+
+    @cached_property
+    def _block_numels(self) -> Mapping[int, int]:
+        found: dict[int, int] = {}
+        for parameter in self.parameters:
+            found[parameter.block] = found.get(parameter.block, 0) + parameter.numel
+        return found
+
     def block_numel(self, block: int) -> int:
         """Elements of one block; of what is outside the blocks for -1."""
-        return sum(parameter.numel for parameter in self.parameters if parameter.block == block)
+        return self._block_numels.get(block, 0)
 
     @property
     def largest_block_numel(self) -> int:
         """Elements of the largest block, what a gather holds at once."""
-        return max((self.block_numel(block) for block in {p.block for p in self.parameters if p.block >= 0}), default=0)
+        return max((numel for block, numel in self._block_numels.items() if block >= 0), default=0)
 
 
 def read_config(pretrain: str) -> Any:

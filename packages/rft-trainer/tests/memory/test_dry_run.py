@@ -136,8 +136,21 @@ def test_gradients_outside_the_blocks_are_reduced_when_all_else_is_gone(small):
     assert row["gradients in flight"] == max(
         block + 2 * (1024 * 512 + 512), outside - row["activations"] - row["gathered weights"]
     )
-    zero = make_plan(settings(small, fsdp=False, zero_stage=2), ranks=64).forecast.phases["update"]
-    assert "gradients in flight" not in zero
+
+
+def test_the_buckets_of_zero_are_there_whatever_the_model(small):
+    """DeepSpeed's buckets have 500 million elements; stage 3 keeps one for each optimiser, the others make theirs."""
+
+    def rows(**changes):
+        phases = make_plan(settings(small, fsdp=False, **changes), ranks=64).forecast.phases
+        owners = ("gradients in flight", "reduce bucket")
+        return [tuple(phases[phase].get(owner, 0) for owner in owners) for phase in ("generate", "update")]
+
+    assert rows(zero_stage=0) == [(0, 0), (0, 0)]
+    assert rows(zero_stage=2) == [(0, 0), (10**9, 0)]
+    assert rows(zero_stage=1, zero_overlap=True) == [(0, 0), (2 * 10**9, 0)]
+    assert rows(zero_stage=3) == [(0, 10**9), (0, 10**9)]
+    assert rows(zero_stage=3, precision="fp32", advantage_estimator="gae") == [(0, 4 * 10**9), (0, 4 * 10**9)]
 
 
 def test_micro_batches_are_no_larger_than_a_ranks_share(small):

@@ -10,8 +10,9 @@ from rft_dist import ParallelLayout
 from rft_trainer.config import RFTConfig
 from rft_trainer.config.distribution import computes_in_bf16
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
+from rft_trainer.memory.backward import warm_start_tokens
 from rft_trainer.memory.build import configured_forecast
-from rft_trainer.memory.forecast import GIB, WARM_START, Cluster, Forecast, warm_start_tokens
+from rft_trainer.memory.forecast import GIB, WARM_START, Cluster, Forecast
 from rft_trainer.memory.shapes import ModelShapes, model_shapes, read_config
 
 _DEFAULT_DEVICE_GIB = 80

@@ -5,6 +5,13 @@ from dataclasses import dataclass, replace
 
 from rft_engines import Fate, SleepLevel, sleep_contract
 from rft_trainer.config import RFTConfig
+from rft_trainer.memory.backward import (
+    activation_bytes,
+    in_flight_bytes,
+    update_tokens,
+    warm_start_tokens,
+    zero_bucket_bytes,
+)
 from rft_trainer.memory.plan import ENGINE, PHASES, Placement, PlacementPlan
 from rft_trainer.memory.shapes import ModelShapes
 from rft_trainer.strategy.residency import OPTIMIZER_SUFFIX
@@ -19,20 +26,17 @@ GATHERED = "gathered weights"
 GRAPHS = "cuda graphs"
 EXPERIENCES = "experiences"
 AVERAGE = "weight average"
+BUCKET = "reduce bucket"
 WARM_START = "warm_start"
 """The phase of the supervised steps, before any other model and the engine are there."""
 _COMPUTING = ("actor_log_probs", "reference", "critic_values", "teacher", "update", "sync")
 GIB = 2**30
 _FP32 = 4
-_HEAD_CHUNK = 1024
 _HF_KV_BYTES = 4 << 30
 # Of a response token in an experience: its id, version, mask, and seven columns in fp32 (engine, old, reference and
 # teacher log-probabilities, values, advantages, returns). Of a prompt token: its id.
 _RESPONSE_TOKEN_BYTES = 8 + 8 + 1 + 7 * _FP32
 _PROMPT_TOKEN_BYTES = 8
-# Hidden-sized tensors that one block keeps for backward (norms, q, k, v, attention, residuals), beside its MLP's.
-_KEPT_PER_BLOCK = 10
-_KEPT_BY_MLP = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,38 +120,6 @@ def _partition_gradients(shapes: ModelShapes, ranks: int) -> int:
     return max(held)
 
 
-def reduced_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> tuple[int, int]:
-    """(the largest block, what lies outside the blocks): gradients that are whole on a rank while they are reduced.
-
-    FSDP2 reduces each block behind its backward, and what lies outside behind all of them: whole gradients in the dtype
-    of the computation, and the buffer in fp32 that they are sent from, with the padding of equal shards.
-    """
-    ranks = config.fsdp_shard_size or cluster.ranks
-    compute = 2 if cluster.bf16 else _FP32
-    numels: dict[int, int] = {}
-    for p in (p for p in shapes.parameters if p.trained):
-        held = compute * p.numel + _FP32 * ranks * p.shard_numel(ranks)
-        numels[p.block] = numels.get(p.block, 0) + held
-    outside = numels.pop(-1, 0)
-    return max(numels.values(), default=0), outside
-
-
-def in_flight_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster, *, freed: int) -> int:
-    """Of gradients on their way to the shards, beside what else a backward holds; under FSDP2 alone.
-
-    freed: bytes of activations and gathered weights, which are gone when what lies outside the blocks is reduced.
-    """
-    if not config.fsdp:
-        return 0
-    block, outside = reduced_bytes(shapes, config, cluster)
-    compute = 2 if cluster.bf16 else _FP32
-    # The gradient of the head waits from the beginning; where head and embedding are one, that of both.
-    own = [p for p in shapes.parameters if p.trained and p.block < 0]
-    head = [p for p in shapes.behind_blocks if p.trained]
-    waiting = head if any(len(p.shape) > 1 for p in head) else own
-    return max(block + compute * sum(p.numel for p in waiting), outside - freed)
-
-
 def frozen_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> int:
     """Of a model that is only scored, at rest."""
     compute = 2 if cluster.bf16 else _FP32
@@ -173,55 +145,6 @@ def experience_bytes(config: RFTConfig, cluster: Cluster) -> int:
     """Of one rank's share of a step's responses at their longest, with every column."""
     responses = -(-config.samples_per_step // cluster.ranks)
     return responses * (config.prompt_max_len * _PROMPT_TOKEN_BYTES + config.generate_max_len * _RESPONSE_TOKEN_BYTES)
-
-
-def largest_micro_batch(longest: int, *, share: int, responses: int, max_tokens: int | None) -> int:
-    """Tokens of a rank's largest micro-batch.
-
-    Args:
-        longest: tokens of the longest prompt with its response.
-        share: responses of the rank for one optimiser step.
-        responses: of a micro-batch.
-        max_tokens: its budget instead of `responses`; one longer sequence is a micro-batch of its own.
-    """
-    if max_tokens is None:
-        return longest * min(responses, share)
-    return min(max(max_tokens, longest), longest * share)
-
-
-def update_tokens(config: RFTConfig, cluster: Cluster) -> int:
-    """Tokens of the largest micro-batch of an update."""
-    return largest_micro_batch(
-        config.prompt_max_len + config.generate_max_len,
-        share=-(-(config.train_batch_size or config.samples_per_step) // cluster.ranks),
-        responses=config.micro_train_batch_size,
-        max_tokens=config.max_tokens_per_micro_batch,
-    )
-
-
-def warm_start_tokens(config: RFTConfig, cluster: Cluster) -> int:
-    """Tokens of the largest micro-batch of the supervised steps, whose answers are no longer than a rollout."""
-    return largest_micro_batch(
-        config.prompt_max_len + config.generate_max_len,
-        share=-(-config.warm_start_batch_size // cluster.ranks),
-        responses=config.warm_start_micro_batch_size,
-        max_tokens=config.warm_start_max_tokens,
-    )
-
-
-def activation_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster, *, tokens: int) -> int:
-    """Of a micro-batch of `tokens`, forward and backward; an estimate, unlike the rest.
-
-    Attention keeps no [tokens, tokens] tensor, and logits exist in chunks of `1024` tokens in fp32.
-    """
-    size = 2 if cluster.bf16 else _FP32
-    per_block = tokens * size * (_KEPT_PER_BLOCK * shapes.hidden + _KEPT_BY_MLP * shapes.intermediate)
-    if config.gradient_checkpointing:
-        kept = tokens * size * shapes.hidden * shapes.layers + per_block
-    else:
-        # Below the lowest trained weight nothing is kept.
-        kept = per_block * shapes.blocks_under_gradient
-    return kept + 2 * _FP32 * min(tokens, _HEAD_CHUNK) * shapes.vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,6 +238,7 @@ def warm_start_row(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> 
         GRADIENTS: state.gradients,
         IN_FLIGHT: in_flight_bytes(shapes, config, cluster, freed=state.gathered + activations),
         ACTIVATIONS: activations,
+        BUCKET: zero_bucket_bytes(cluster) if _keeps_bucket(config) else 0,
     }
     return {owner: size for owner, size in row.items() if size}
 
@@ -332,6 +256,8 @@ def forecast(config: RFTConfig, cluster: Cluster, plan: PlacementPlan, models: M
         activations = max(activations, kept)
         in_flight = max(in_flight, in_flight_bytes(shapes, config, cluster, freed=state.gathered + kept))
     held.update({role: frozen_bytes(shapes, config, cluster) for role, shapes in models.frozen.items()})
+    if _keeps_bucket(config):
+        held[BUCKET] = len(models.trained) * zero_bucket_bytes(cluster)
     if config.ema_decay > 0:
         held[AVERAGE] = average_bytes(models.trained[ACTOR], config, cluster)
     rollout = engine_bytes(models.base, config, cluster)
@@ -355,6 +281,11 @@ def forecast(config: RFTConfig, cluster: Cluster, plan: PlacementPlan, models: M
     leaving = (o for o in held if any(plan.placement(o, phase) is Placement.HOST for phase in PHASES))
     on_host = sum(held[owner] for owner in leaving) + (weights if _engine_backs_up(config) else 0)
     return Forecast(phases, _sent_bytes(config, models), on_host, rollout)
+
+
+def _keeps_bucket(config: RFTConfig) -> bool:
+    """Whether each trained model's optimiser keeps the bucket in which it reduces gradients."""
+    return not config.fsdp and config.zero_stage == 3
 
 
 def _happens(phase: str, config: RFTConfig, owners: Collection[str]) -> bool:

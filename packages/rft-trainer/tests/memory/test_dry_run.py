@@ -175,7 +175,8 @@ def test_the_knob_that_it_names_makes_it_fit(folder):
     assert plan.fits
     text = describe(plan)
     assert "64 ranks: 8 engines of 8 ranks; FSDP2, bf16" in text
-    assert "1024 responses a step, 16 a rank; 1 optimiser step of 16 responses a rank, 16 micro-batches each" in text
+    assert "1024 responses a step, 16 a rank; 1 optimiser step of 16 responses a rank, 16 micro-batches of at" in text
+    assert "of at most 4096 tokens\n" in text
     # 31 GiB beside the weights; a token is 80 layers of keys and values of one head of 128 in bf16 on each rank.
     assert plan.forecast.engine.kv_per_token == 2 * 80 * 128 * 2
     tokens = (int(0.6 * 80 * GIB) - 2 * NUMEL // 8) // 40960

@@ -10,7 +10,7 @@ from rft_dist import ParallelLayout
 from rft_trainer.config import RFTConfig
 from rft_trainer.config.distribution import computes_in_bf16
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
-from rft_trainer.memory.backward import warm_start_tokens
+from rft_trainer.memory.backward import update_tokens, warm_start_tokens
 from rft_trainer.memory.build import configured_forecast
 from rft_trainer.memory.forecast import GIB, WARM_START, Cluster, Forecast
 from rft_trainer.memory.shapes import ModelShapes, model_shapes, read_config
@@ -193,10 +193,12 @@ def describe(plan: Plan) -> str:
     per_update = (config.train_batch_size or config.samples_per_step) // ranks
     verdict = "fits" if plan.leaves_room(plan.forecast) else "does NOT fit"
     lines = [
-        f"{ranks} ranks: {len(layout.tp_groups())} engines of {config.engine_tp_size} ranks; "
+        f"{_counted(ranks, 'rank')}: {_counted(len(layout.tp_groups()), 'engine')} of "
+        f"{_counted(config.engine_tp_size, 'rank')}; "
         f"{'FSDP2' if config.fsdp else f'ZeRO-{config.zero_stage}'}, {'bf16' if plan.cluster.bf16 else 'fp32'}",
         f"{config.samples_per_step} responses a step, {per_rank} a rank; {_counted(steps, 'optimiser step')} of "
-        f"{per_update} responses a rank, {_micro_batches(config, per_update)} each",
+        f"{per_update} responses a rank, {_micro_batches(config, per_update)} of at most "
+        f"{update_tokens(config, plan.cluster)} tokens",
         *_warm_start_lines(plan),
         *_engine_lines(plan),
         f"each weight sync sends {plan.forecast.sync_bytes / GIB:.2f} GiB; pinned host memory for what leaves the "
@@ -204,6 +206,7 @@ def describe(plan: Plan) -> str:
         "",
         _table(plan.forecast),
         "",
+        "with every prompt and response at its longest",
         f"largest: {plan.forecast.peak_phase}, {plan.forecast.peak / GIB:.2f} GiB; a rank has {plan.room / GIB:.2f} "
         f"GiB ({_RESERVED_BYTES / GIB:.0f} GiB are kept free): {verdict}",
     ]

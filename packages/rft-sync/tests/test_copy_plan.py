@@ -184,7 +184,7 @@ def test_full_weights_end_the_life_of_an_adapter():
     llm.llm_engine.remove_lora = removed.append
     manager.broadcast_to_engine()
     assert removed == []
-    manager.receiver.lora_request = object()
+    manager.receiver._adapter.request = object()
     manager.broadcast_to_engine()
     assert (removed, manager.receiver.lora_request) == ([1], None)
 

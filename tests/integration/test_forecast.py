@@ -31,7 +31,6 @@ WARM_CASES = {
     "zero0": {"zero_stage": 0},
     "zero2": {"zero_stage": 2, "lora_rank": 4},
     "zero3": {"zero_stage": 3},
-    "fsdp2-recomputed": {"fsdp": True, "gradient_checkpointing": True},
 }
 CASES = {
     "fsdp2": {"fsdp": True},

@@ -115,6 +115,9 @@ def test_a_budget_of_tokens_is_what_a_micro_batch_of_a_warm_start_has(small):
     head = 2 * 4 * 1024 * 1024
     assert row() - head == 2 * 2 * 8192 * (10 * 512 + 4 * 1024)
     assert row(warm_start_max_tokens=6000) - head == 2 * 2 * 6000 * (10 * 512 + 4 * 1024)
+    # Recomputed, the input of each of two blocks is kept, and one block at a time while it runs backward.
+    block = 2 * 8192 * (10 * 512 + 4 * 1024)
+    assert row(gradient_checkpointing=True) - head == 2 * 2 * 8192 * 512 + block
     # unless one answer is longer
     assert row(warm_start_max_tokens=10) - head == 2 * 2 * 4096 * (10 * 512 + 4 * 1024)
 

@@ -171,6 +171,9 @@ def test_the_whole_path_under_zero(stage, problems, model, tmp_path):
     assert_exported(folder / "warm_start", model)
     record = json.loads((folder / "warm_start.json").read_text())
     assert (record["steps"], record["answers"], record["ranks"]) == (3, 4 + 4 + 2, 2)
+    forecast, _, after = out.partition("warm start: ")
+    assert "in warm_start" in forecast  # said before anything is loaded
+    assert "3 steps on" in after
     assert "accuracy:" in out
     assert "step 2/2" in out
 

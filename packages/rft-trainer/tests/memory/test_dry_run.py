@@ -73,6 +73,9 @@ def test_a_72b_on_64_gpus_by_hand(folder):
     assert generate["engine weights"] == 2 * NUMEL // 8
     assert generate["engine weights"] + generate["kv cache"] == int(0.6 * 80 * GIB)
     assert "engine weights" not in update  # it sleeps
+    given = make_plan(settings(folder, engine_kv_gib=20.0), ranks=64)
+    assert given.forecast.phases["generate"]["kv cache"] == 20 * GIB
+    assert "--engine_kv_gib 100" in make_plan(settings(folder, engine_kv_gib=200.0), ranks=64).knobs
     assert plan.forecast.sync_bytes == 2 * NUMEL
     assert not plan.fits
     assert plan.forecast.peak_phase == "update"
@@ -339,6 +342,8 @@ def test_a_share_that_holds_no_cache_is_no_share(small):
     text = describe(plan)
     assert "the engine does NOT start: engine_mem_util 0.0" in text
     assert f"one response of 4096 tokens needs {need / GIB:.2f} GiB" in text
+    given = make_plan(settings(small, engine_tp_size=1, engine_kv_gib=need / 2 / GIB), ranks=64)
+    assert "the engine does NOT start: engine_kv_gib is" in describe(given)
     # Half of a share that is just enough is no advice.
     enough = (weights + need) / (10 * GIB) * 1.5
     advised = make_plan(settings(small, engine_tp_size=1, engine_mem_util=enough, plan_device_gib=10), ranks=64)

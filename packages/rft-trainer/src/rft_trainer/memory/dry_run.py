@@ -146,10 +146,12 @@ def _cache_problem(config: RFTConfig, made: Forecast) -> str:
     longest = config.prompt_max_len + config.generate_max_len
     if engine is None or config.engine_type == "hf" or engine.kv_cache >= longest * engine.kv_per_token:
         return ""
+    need = f"one response of {longest} tokens needs {longest * engine.kv_per_token / GIB:.2f} GiB: raise it"
+    if config.engine_kv_gib is not None:
+        return f"engine_kv_gib is {config.engine_kv_gib:g}, and {need}"
     return (
         f"engine_mem_util {config.engine_mem_util:g} leaves {engine.kv_cache / GIB:.2f} GiB beside the engine's "
-        f"weights ({engine.weights / GIB:.2f} GiB), and one response of {longest} tokens needs "
-        f"{longest * engine.kv_per_token / GIB:.2f} GiB: raise it, or --engine_tp_size"
+        f"weights ({engine.weights / GIB:.2f} GiB), and {need}, or --engine_tp_size"
     )
 
 
@@ -176,7 +178,10 @@ def _changes(config: RFTConfig) -> dict[str, dict[str, Any]]:
     }
     if config.warm_starts:
         candidates["--warm_start_micro_batch_size 1"] = {"warm_start_micro_batch_size": 1}
-    if config.engine_type != "hf":
+    if config.engine_kv_gib is not None:
+        smaller = config.engine_kv_gib / 2
+        candidates[f"--engine_kv_gib {smaller:g}"] = {"engine_kv_gib": smaller}
+    elif config.engine_type != "hf":
         half = config.engine_mem_util / 2
         candidates[f"--engine_mem_util {half:g}"] = {"engine_mem_util": half}
     if config.adam_offload or config.zero_stage == 0:

@@ -172,7 +172,9 @@ def engine_bytes(base: ModelShapes, config: RFTConfig, cluster: Cluster) -> Engi
     rows = -(-config.samples_per_step // cluster.ranks) * split
     wanted = rows * (config.prompt_max_len + config.generate_max_len) * per_token
     if config.engine_type == "hf":
-        taken = min(wanted, _HF_KV_BYTES)
+        taken = min(wanted, config.engine_kv_bytes or _HF_KV_BYTES)
+    elif config.engine_kv_bytes is not None:
+        taken = config.engine_kv_bytes
     elif cluster.device_bytes is None:
         taken = wanted
     else:

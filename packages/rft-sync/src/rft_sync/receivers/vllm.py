@@ -1,10 +1,7 @@
 """vLLM in the process of the trainer: `vllm.LLM` with the external launcher, or a single in-process engine."""
 
-import json
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,22 +15,21 @@ from rft_sync.errors import (
     UnsupportedCombination,
     WeightSyncError,
 )
+from rft_sync.live import tensor_trace
 from rft_sync.manifest import Manifest
 from rft_sync.parameters import Bucket, ParamMeta
 from rft_sync.receivers.copy_plan import CopyRecorder, ResolvedPlan
 from rft_sync.receivers.protocol import UpdateSession
 from rft_sync.receivers.random_state import preserved_random_state
 from rft_sync.receivers.replay import LiveCopies, Replay, same_place
+from rft_sync.receivers.vllm_adapter import ADAPTER_ID, load_adapter
 from rft_sync.receivers.vllm_model import (
     check_vocabulary,
     fills_live_layout,
     reset_lora_state,
-    struct_fields,
     without_lora_wrappers,
 )
 from rft_sync.scan import Piece
-
-_ADAPTER_ID = 1
 
 
 class VLLMReceiver:
@@ -66,7 +62,10 @@ class VLLMReceiver:
         self.lora_request: Any = None
         self.plan_refusal = ""
         self._plan: ResolvedPlan | None = None
+        self._plan_trace: object = None
         self._copies = LiveCopies()
+        self._checked: Manifest | None = None
+        self._taken: tuple[object, object] = (None, None)
         self._recorder: CopyRecorder | None = None
         self._writing = False
         self._written: set[str] | None = set()
@@ -140,8 +139,9 @@ class VLLMReceiver:
         if manifest.kind == "adapter":
             if getattr(self._config, "lora_config", None) is None:
                 raise UnsupportedCombination("adapter-only sync and a vLLM engine without enable_lora=True")
-        else:
+        elif manifest is not self._checked:
             check_vocabulary(manifest, self._config.model_config.get_vocab_size())
+            self._checked = manifest
         self.session.open(manifest)
         self._writing, self._written, self._adapter = False, set(), {}
 
@@ -173,19 +173,30 @@ class VLLMReceiver:
         self._layerwise = not (fills_live_layout(model, self._config) if live is None else live)
         if self._layerwise:
             self.plan_refusal = "the live layout is not the loader's; a layerwise reload is used"
-            self._plan = self._recorder = None
+            self._hold(None)
+            self._recorder = None
             _reload_module().initialize_layerwise_reload(model)
         elif self._fitting_plan(model) is None:
             self._recorder = CopyRecorder(model) if not self.plan_refusal else None
 
     def _fitting_plan(self, model: nn.Module) -> ResolvedPlan | None:
         """The recorded plan for `model` as it is now; one for another layout is forgotten."""
-        if self._plan is not None and not self._plan.fits(model):
-            plan, self._plan = self._plan.plan, None
+        if self._plan is None:
+            return None
+        trace = tensor_trace(model)
+        if trace == self._plan_trace:
+            return self._plan
+        if not self._plan.fits(model):
+            plan = self._plan.plan
             self._copies.forget()
-            if plan.fits(model):  # same parameters at other addresses
-                self._plan = plan.resolve(model)
+            # The same parameters at other addresses, or another layout.
+            self._hold(plan.resolve(model) if plan.fits(model) else None)
+        self._plan_trace = trace
         return self._plan
+
+    def _hold(self, plan: ResolvedPlan | None) -> None:
+        """From now on this plan, of which nothing is known yet."""
+        self._plan, self._plan_trace, self._taken = plan, None, (None, None)
 
     def takes_live(self, metadata: Sequence[ParamMeta], tensors: Mapping[str, Tensor]) -> bool:
         """Whether there is a plan, and every tensor is dense, on the engine's device, and rounded once on its way.
@@ -197,13 +208,11 @@ class VLLMReceiver:
         plan = self._fitting_plan(self._model())
         if plan is None or self._recorder is not None:
             return False
-        for meta in metadata:
-            for _, target in plan.targets.get(meta.name, ()):
-                tensor = tensors[meta.name]
-                if not tensor.is_contiguous() or tensor.device != target.device:
-                    return False
-                if target.dtype != meta.dtype and tensor.dtype != meta.dtype:
-                    return False
+        asked = metadata, getattr(tensors, "token", None)
+        known = asked[1] is not None and all(old is new for old, new in zip(self._taken, asked, strict=True))
+        if not known and not plan.takes(metadata, tensors):
+            return False
+        self._taken = asked
         return True
 
     def load_live(self, tensors: Mapping[str, Tensor]) -> None:
@@ -292,7 +301,7 @@ class VLLMReceiver:
         self._check_all_written(model)
         if self._recorder is not None:
             plan = self._recorder.plan()
-            self._plan = plan.resolve(model) if plan is not None else None
+            self._hold(plan.resolve(model) if plan is not None else None)
             self.plan_refusal = self._recorder.refusal
             self._recorder = None
 
@@ -305,30 +314,15 @@ class VLLMReceiver:
             raise UnknownTensor(f"no sent tensor reached the vLLM parameters {absent}", absent)
 
     def _apply_adapter(self, manifest: Manifest) -> None:
-        """Write PEFT files to memory-backed storage and load them in place under the one name."""
-        from safetensors.torch import save_file
-        from vllm.lora.request import LoRARequest
-
-        engine = self._engine()
-        shared = Path("/dev/shm")
-        with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
-            save_file(self._adapter, str(Path(folder) / "adapter_model.safetensors"))
-            (Path(folder) / "adapter_config.json").write_text(manifest.adapter_config or "{}")
-            fields = {"lora_name": "policy", "lora_int_id": _ADAPTER_ID, "lora_path": folder}
-            if self.lora_request is not None and "load_inplace" not in struct_fields(LoRARequest):
-                engine.remove_lora(_ADAPTER_ID)
-            inplace = {"load_inplace": True} if "load_inplace" in struct_fields(LoRARequest) else {}
-            if not engine.add_lora(LoRARequest(**fields, **inplace)):
-                rank = json.loads(manifest.adapter_config or "{}").get("r")
-                raise EngineRefused(f"vLLM did not take the adapter (rank {rank}); check max_lora_rank and max_loras")
-        # The adapter stays loaded under its id; a request that reloads would look for the folder.
-        self.lora_request = LoRARequest(**fields)
+        self.lora_request = load_adapter(
+            self._engine(), self._adapter, manifest.adapter_config or "{}", replaces=self.lora_request is not None
+        )
         self._adapter = {}
 
     def _drop_adapter(self) -> None:
         """Full weights end the life of an adapter: it belongs to the base weights that it was trained on."""
         if self.lora_request is not None:
-            self._engine().remove_lora(_ADAPTER_ID)
+            self._engine().remove_lora(ADAPTER_ID)
             self.lora_request = None
 
     def _reset_caches(self) -> None:
@@ -353,7 +347,8 @@ class VLLMReceiver:
             with preserved_random_state(), torch.no_grad(), self._engine_context():
                 # Puts the kernels' tensors back in place, with undefined content, so that the next update can begin.
                 _reload_module().finalize_layerwise_reload(self._model(), self._config.model_config)
-        self._plan = self._recorder = None
+        self._hold(None)
+        self._recorder = None
         self._copies.forget()
         self._adapter = {}
         self._writing = False

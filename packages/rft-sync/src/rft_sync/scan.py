@@ -136,11 +136,11 @@ class Scanner:
             pieces: What is read; a mapping is read in its order.
             finite: Count.
             fingerprints: Take fingerprints.
-            token: An object that the last scan with a token had too only if its pieces lay at the same addresses, in
-                the same dtypes.
+            token: What is equal to the token of the last scan that had one only if its pieces lay at the same addresses
+                and were read in the same dtypes.
         """
         listed: Sequence[Piece] | None = None
-        if self._known is not None and token is not None and self._known[0] is token:
+        if self._known is not None and token is not None and self._known[0] == token:
             layout = self._known[1]
         else:
             listed = list(pieces.values()) if isinstance(pieces, Mapping) else pieces

@@ -1,7 +1,6 @@
 """Weights for engines in other processes: order, failures on either side, changed bytes."""
 
 import copy
-import importlib
 import time
 
 import torch
@@ -16,10 +15,12 @@ from rft_sync import (
     ModuleReceiver,
     ModuleSource,
     RecordingReceiver,
+    UnknownTensor,
     WeightSyncError,
     receive_weights,
     send_weights,
     source_for,
+    transfer,
 )
 from rft_sync.testing import spawn_ranks
 
@@ -142,7 +143,7 @@ class Flips(ModuleReceiver):
 def _changed_on_the_way(rank):
     model, results = Net(1), []
     engine = ModuleReceiver(Net(2))
-    ring = importlib.import_module("rft_sync.transfer")._Ring
+    ring = transfer._Ring
     arrived = ring.buffer
     for case in ("loader", "wire", "good"):
         if rank == 1 and case == "wire":
@@ -217,5 +218,21 @@ def test_a_receiver_that_refuses_the_plan_is_heard_before_the_first_byte():
 
 def test_failures_on_either_side_reach_both_and_the_next_update_works():
     first, second, engine = spawn_ranks(_separate_failures, 3)
-    assert first == second == ["EngineRefused", "NonFiniteWeight", "ManifestMismatch", "ok"]
-    assert engine == ["EngineRefused", "NonFiniteWeight", "WeightSyncError", "ok"]
+    assert first == second == engine == ["EngineRefused", "NonFiniteWeight", "ManifestMismatch", "ok"]
+
+
+def test_why_there_is_no_plan_keeps_its_class_and_names_where_both_sides_know_them():
+    told = transfer._refusal_from_json(transfer._refusal_to_json(UnknownTensor("no such", ["a.b"])))
+    assert (type(told), told.names) == (UnknownTensor, ("a.b",))
+    assert str(told) == "the sender could not plan the update: no such"
+    told = transfer._refusal_from_json(transfer._refusal_to_json(ZeroDivisionError("by 0")))
+    assert (type(told), str(told)) == (
+        WeightSyncError,
+        "the sender could not plan the update: ZeroDivisionError: by 0",
+    )
+    for text in (
+        '{"error": "old"}',
+        '{"error": "old", "kind": "Iterable"}',
+        '{"error": "old", "kind": "NewKind", "names": []}',
+    ):
+        assert type(transfer._refusal_from_json(text)) is WeightSyncError

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rft_sync import errors
 from rft_sync.agreement import agree_on_digest, as_sync_error, is_distributed, raise_together
 from rft_sync.errors import ManifestMismatch, VerificationFailed, WeightSyncError
 from rft_sync.fingerprint import fingerprint, fingerprint_tensor
@@ -70,6 +71,20 @@ def manifest_from_json(text: str) -> tuple[Manifest, int]:
     if manifest.digest != fields["digest"]:
         raise ManifestMismatch("the received manifest has another digest; use one version of rft-sync on both sides")
     return manifest, int(fields["version"])
+
+
+def _refusal_to_json(error: BaseException | None) -> str:
+    """Why the sender has no plan."""
+    known = as_sync_error(error or WeightSyncError("no plan"))
+    return json.dumps({"error": known.message, "kind": type(known).__name__, "names": known.names})
+
+
+def _refusal_from_json(text: str) -> WeightSyncError:
+    """The sender's error, of its own class where that is one of the family."""
+    fields: Mapping[str, Any] = json.loads(text)
+    found = getattr(errors, fields.get("kind", ""), None)
+    kind = found if isinstance(found, type) and issubclass(found, WeightSyncError) else WeightSyncError
+    return kind(f"the sender could not plan the update: {fields['error']}", fields.get("names", ()))
 
 
 def _is_member(group: dist.ProcessGroup | None) -> bool:
@@ -166,7 +181,7 @@ def send_weights(
         raise ManifestMismatch(f"rank {src} is the sender but not in the group; make the group with it")
     manifest, error = _plan(source, bucket_bytes, trainer_group)
     if sending:
-        text = json.dumps({"error": str(error)}) if manifest is None else manifest_to_json(manifest, version)
+        text = _refusal_to_json(error) if manifest is None else manifest_to_json(manifest, version)
         broadcast_text(text, src, group)
     if manifest is not None and sending:
         error = _first_failure(None, group)  # whether every receiver can take it
@@ -273,7 +288,7 @@ def receive_weights(
     """
     text = broadcast_text(None, src, group)
     if "error" in json.loads(text):
-        raise WeightSyncError(f"the sender could not plan the update: {json.loads(text)['error']}")
+        raise _refusal_from_json(text)
     manifest, version = _started(receiver, text, group)
     check = ReadBackCheck(receiver, manifest.names if verify else (), Scanner())
     error = _drain_into(receiver, manifest, src, group, on_bucket, check)

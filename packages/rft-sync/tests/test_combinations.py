@@ -43,6 +43,8 @@ def _collectives(rank):
     model.large = nn.ParameterList([nn.Parameter(torch.randn(64, 128)) for _ in range(LARGE)])
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    if rank == 0:  # planning needs no other rank
+        assert [meta.shape for meta in FSDPSource(model).metadata()] == [value.shape for value in expected.values()]
     gathers: list[int] = []
     gather = gathering._all_gather
     gathering._all_gather = lambda output, send, group: gathers.append(output.nbytes) or gather(output, send, group)

@@ -221,6 +221,39 @@ def test_failures_on_either_side_reach_both_and_the_next_update_works():
     assert first == second == engine == ["EngineRefused", "NonFiniteWeight", "ManifestMismatch", "ok"]
 
 
+def _one_trainer_stays_away(rank):
+    """Two trainers, one engine; the second trainer comes to the second call only."""
+    group, trainers = dist.new_group([0, 2]), dist.new_group([0, 1])
+    receiver, results = RecordingReceiver(), []
+    for attempt in (1, 2):
+        if rank == 1 and attempt == 2:
+            time.sleep(4)  # else its second call would be the first that it is waited for
+        try:
+            if rank == 2:
+                receive_weights(receiver, group=group)
+            elif rank == 0 or attempt == 2:
+                send_weights(
+                    source_for(Net(1)),
+                    version=1,
+                    group=group,
+                    trainer_group=trainers,
+                    attendance_seconds=2.0 if attempt == 1 else 60.0,
+                )
+            results.append("ok")
+        except ManifestMismatch as error:
+            results.append(str(error).partition(" within")[0])
+    return results
+
+
+def test_a_trainer_that_stays_away_is_named_on_both_sides_and_the_next_update_works():
+    missing = "ranks [1] of 2 did not call send_weights"
+    assert spawn_ranks(_one_trainer_stays_away, 3) == [
+        [missing, "ok"],
+        ["ok", "ok"],
+        [f"the sender could not plan the update: {missing}", "ok"],
+    ]
+
+
 def test_why_there_is_no_plan_keeps_its_class_and_names_where_both_sides_know_them():
     told = transfer._refusal_from_json(transfer._refusal_to_json(UnknownTensor("no such", ["a.b"])))
     assert (type(told), told.names) == (UnknownTensor, ("a.b",))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rft_sync import errors
 from rft_sync.agreement import agree_on_digest, as_sync_error, is_distributed, raise_together
+from rft_sync.attendance import DEFAULT_SECONDS, await_ranks
 from rft_sync.errors import ManifestMismatch, VerificationFailed, WeightSyncError
 from rft_sync.fingerprint import fingerprint, fingerprint_tensor
 from rft_sync.manifest import Manifest, build_manifest
@@ -158,6 +159,7 @@ def send_weights(
     trainer_group: dist.ProcessGroup | None = None,
     bucket_bytes: int = 1 << 28,
     finite_only: bool = True,
+    attendance_seconds: float = DEFAULT_SECONDS,
 ) -> None:
     """Send the weights of `source` to the processes that call `receive_weights`.
 
@@ -172,17 +174,22 @@ def send_weights(
         trainer_group: The trainer ranks, for agreement on failure; needed when there are several.
         bucket_bytes: Size of a bucket; the sender holds two of them.
         finite_only: Refuse NaN and Inf.
+        attendance_seconds: How long to wait for all of `trainer_group` to make the call.
 
     Raises:
+        ManifestMismatch: A trainer did not make this call; on those that did, and on the receivers.
         WeightSyncError: On every trainer, when the sender or any receiver failed.
     """
     sending = is_distributed() and dist.get_rank() == src
     if sending and not _is_member(group):
         raise ManifestMismatch(f"rank {src} is the sender but not in the group; make the group with it")
-    manifest, error = _plan(source, bucket_bytes, trainer_group)
+    absent = _absence(trainer_group, attendance_seconds)
+    manifest, error = _plan(source, bucket_bytes, trainer_group) if absent is None else (None, absent)
     if sending:
         text = _refusal_to_json(error) if manifest is None else manifest_to_json(manifest, version)
         broadcast_text(text, src, group)
+    if absent is not None:
+        raise absent
     if manifest is not None and sending:
         error = _first_failure(None, group)  # whether every receiver can take it
     if trainer_group is not None:
@@ -200,6 +207,16 @@ def send_weights(
         raise_together(error, trainer_group)
     elif error is not None:
         raise as_sync_error(error) from error
+
+
+def _absence(trainer_group: dist.ProcessGroup | None, seconds: float) -> ManifestMismatch | None:
+    """Which trainers did not come; None when all are here. No collective."""
+    try:
+        if trainer_group is not None:
+            await_ranks("send_weights", trainer_group, seconds)
+    except ManifestMismatch as error:
+        return error
+    return None
 
 
 def _plan(

@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 
 import pytest
 from gsm8k_app.gold_answers import demonstrations, worked_answer
-from gsm8k_app.inputs import engine_config
 from gsm8k_app.recipes import RECIPES
 
 from rft_trainer.cli import parse_config
@@ -27,12 +26,6 @@ def test_the_control_trains_on_gold_answers_alone():
     assert different == {"pretrain", "warm_start_epochs", "warm_start_seconds", "max_steps", "output_dir"}
     assert control.pretrain == str(recipe.output_dir / "warm_start")
     assert (control.max_steps, recipe.warm_starts, control.warm_starts) == (0, True, True)
-
-
-def test_the_engine_has_room_for_the_longer_of_training_and_evaluation():
-    config = RFTConfig(prompt_max_len=100, generate_max_len=50, eval_max_len=80)
-    assert engine_config(config, "folder").max_model_len == 180
-    assert engine_config(replace(config, eval_max_len=20), "folder").max_model_len == 150
 
 
 def test_calculator_marks_are_taken_out():

@@ -23,6 +23,7 @@ from rft_trainer.data import (
 )
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.models import checkpoint_folder, load_tokenizer
+from rft_trainer.roles import engine_config
 
 Split = Literal["train", "test"]
 COUNTS: dict[Split, int] = {"train": 2048, "test": 512}
@@ -155,18 +156,3 @@ def _check_labels(records: Sequence[PromptRecord]) -> None:
 def gold_answer(text: str) -> str | None:
     """The number behind `####`, or a bare answer as it is; None when a marker has no number behind it."""
     return extract_gsm8k(text, "strict") if "####" in text else text.strip() or None
-
-
-def engine_config(config: RFTConfig, model_folder: str) -> EngineConfig:
-    """The rollout engine's part of the configuration."""
-    return EngineConfig(
-        kind=config.engine_type,
-        model_path=model_folder,
-        tp_size=config.engine_tp_size,
-        max_model_len=config.prompt_max_len + max(config.generate_max_len, config.eval_max_len or 0),
-        memory_utilization=config.engine_mem_util,
-        enable_sleep=config.enable_engine_sleep,
-        lora_rank=config.lora_rank if config.sends_adapter_only else 0,
-        # The first weight sync fills the engine before the first generation.
-        load_weights=config.engine_type == "hf",
-    )

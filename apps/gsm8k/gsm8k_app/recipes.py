@@ -52,11 +52,11 @@ def smollm2_gsm8k() -> RFTConfig:
         warm_start_learning_rate=3e-4,
         warm_start_lr_warmup_steps=10,
         warm_start_batch_size=64,
-        warm_start_micro_batch_size=64,
+        warm_start_max_tokens=16384,
         warm_start_packing=True,
         engine_type="vllm",
-        # Weights, optimiser and cache of a model of this size lie beside each other.
-        engine_mem_util=0.3,
+        # Weights, optimiser and cache of a model of this size lie beside each other, three such runs on one H200.
+        engine_kv_gib=12.0,
         rollout_batch_size=256,
         n_samples_per_prompt=8,
         temperature=1.0,
@@ -65,7 +65,7 @@ def smollm2_gsm8k() -> RFTConfig:
         dynamic_sampling_rounds=1,
         # About five steps to a rollout, by what is left of it.
         train_batch_size=128,
-        micro_train_batch_size=128,
+        max_tokens_per_micro_batch=16384,
         packing=True,
         actor_learning_rate=3e-5,
         lr_warmup_steps=5,

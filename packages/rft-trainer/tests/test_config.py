@@ -12,6 +12,7 @@ from rft_trainer.config.help import EVERYDAY, field_texts
 from rft_trainer.config.lora import LoRAOptions
 from rft_trainer.config.reading import load_config, setting_groups
 from rft_trainer.errors import ConfigurationError
+from rft_trainer.roles import engine_config
 
 
 def test_all_problems_come_at_once_with_value_and_remedy():
@@ -196,6 +197,36 @@ def test_adapter_settings_that_cannot_work_are_refused(changes, words):
 def test_weights_are_not_shared_with_an_engine_that_moves_them(field, value):
     with pytest.raises(ConfigurationError, match=f"share_engine_weights and {field}"):
         RFTConfig(share_engine_weights=True, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"engine_kv_gib": 0.0}, "engine_kv_gib is 0.0: give GiB above 0"),
+        (
+            {"engine_kv_gib": 2.0, "engine_type": "sglang"},
+            "engine_type is sglang.*max_total_tokens",
+        ),
+        ({"engine_options": "{}"}, "engine_options is for vllm and sglang, and engine_type is hf"),
+        (
+            {"engine_options": "max_num_seqs=3", "engine_type": "vllm"},
+            "engine_options is 'max_num_seqs=3' .*: give a JSON",
+        ),
+        ({"engine_options": "[3]", "engine_type": "vllm"}, r"engine_options is '\[3\]' \(\[3\]\): give a JSON"),
+    ],
+)
+def test_arguments_of_the_engine_that_cannot_work_are_refused(changes, words):
+    with pytest.raises(ConfigurationError, match=words):
+        RFTConfig(**changes)
+
+
+def test_the_engine_gets_its_room_and_its_own_arguments():
+    config = RFTConfig(prompt_max_len=100, generate_max_len=50, eval_max_len=80, engine_kv_gib=1.5)
+    engine = engine_config(config, "folder")
+    assert (engine.max_model_len, engine.kv_cache_bytes, dict(engine.options)) == (180, 3 * 2**29, {})
+    config = replace(config, eval_max_len=20, engine_type="vllm", engine_options='{"max_num_seqs": 512}')
+    engine = engine_config(config, "folder")
+    assert (engine.max_model_len, dict(engine.options)) == (150, {"max_num_seqs": 512})
 
 
 def test_adapters_are_scaled_by_two_unless_alpha_is_given():

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rft_dist import DistError
-from rft_engines import EngineConfig, EngineError
+from rft_engines import EngineError
 from rft_rewards import RewardComputationEngine, RewardRecipe, exact_answer
 from rft_trainer.cli import parse_config
 from rft_trainer.config import RFTConfig
@@ -29,6 +29,7 @@ from rft_trainer.evaluators import make_evaluator
 from rft_trainer.models import load_tokenizer, quieten_transformers
 from rft_trainer.preflight import check_resume
 from rft_trainer.report import Console
+from rft_trainer.roles import engine_config
 from rft_trainer.session import Ingredients, experience_maker
 from rft_trainer.standalone import AppParts, checkpointed_actor, initial_folder, one_process_without_torchrun
 from rft_trainer.strategy import Strategy, get_strategy
@@ -106,16 +107,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Metrics of a model; written to `output_dir` and shown. Collective over the world."""
     actor, step = checkpointed_actor(config, strategy, folder)
-    strategy.create_engine(
-        EngineConfig(
-            kind=config.engine_type,
-            model_path=folder,
-            tp_size=config.engine_tp_size,
-            max_model_len=config.prompt_max_len + (config.eval_max_len or config.generate_max_len),
-            memory_utilization=config.engine_mem_util,
-            load_weights=config.engine_type == "hf",
-        )
-    )
+    strategy.create_engine(replace(engine_config(config, folder), enable_sleep=False))
     strategy.update_engine_weights(actor)
     ingredients = Ingredients(
         actor=actor, initial_model=None, tokenizer=tokenizer, prompts=(), held_out=sets, rewards=rewards

@@ -1,10 +1,15 @@
-"""The models of a run by role: the trained policy, the reference that anchors it, PPO's critic, a teacher."""
+"""The models of a run by role: the trained policy, the reference that anchors it, PPO's critic, a teacher.
 
+The engine's configuration is made here, too.
+"""
+
+import json
 from typing import Any
 
 import torch
 from torch import nn
 
+from rft_engines import EngineConfig
 from rft_trainer.algorithms import AdvantageEstimator
 from rft_trainer.config import RFTConfig
 from rft_trainer.models import Actor, Critic, checkpoint_folder, load_causal_model
@@ -73,3 +78,25 @@ def scoring_options(config: RFTConfig) -> dict[str, Any]:
 def _scorer(config: RFTConfig, folder: str, dtype: torch.dtype) -> Actor:
     # ZeRO cuts up what is there; FSDP2 reads each block when it shards it.
     return Actor(load_causal_model(folder, dtype=dtype, deferred=config.fsdp), **scoring_options(config))
+
+
+def engine_config(config: RFTConfig, folder: str) -> EngineConfig:
+    """The rollout engine's part of the configuration.
+
+    Args:
+        config: the run's settings.
+        folder: checkpoint whose shapes and tokenizer the engine takes.
+    """
+    return EngineConfig(
+        kind=config.engine_type,
+        model_path=folder,
+        tp_size=config.engine_tp_size,
+        max_model_len=config.prompt_max_len + max(config.generate_max_len, config.eval_max_len or 0),
+        memory_utilization=config.engine_mem_util,
+        kv_cache_bytes=config.engine_kv_bytes,
+        enable_sleep=config.enable_engine_sleep,
+        lora_rank=config.lora_rank if config.sends_adapter_only else 0,
+        # The first weight sync fills the engine before the first generation.
+        load_weights=config.engine_type == "hf",
+        options=json.loads(config.engine_options or "{}"),
+    )

@@ -69,6 +69,9 @@ def test_a_72b_on_64_gpus_by_hand(folder):
     assert generate["engine weights"] == 2 * NUMEL // 8
     assert generate["engine weights"] + generate["kv cache"] == int(0.6 * 80 * GIB)
     assert "engine weights" not in update  # it sleeps
+    given = make_plan(settings(folder, engine_kv_gib=20.0), ranks=64)
+    assert given.forecast.phases["generate"]["kv cache"] == 20 * GIB
+    assert "--engine_kv_gib 100" in make_plan(settings(folder, engine_kv_gib=200.0), ranks=64).knobs
     assert plan.forecast.sync_bytes == 2 * NUMEL
     assert not plan.fits
     assert plan.forecast.peak_phase == "update"

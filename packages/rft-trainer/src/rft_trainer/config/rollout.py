@@ -1,5 +1,6 @@
 """Engine and sampling of the rollouts."""
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,10 @@ class RolloutOptions:
     """Ranks that share one rollout engine."""
     engine_mem_util: float = 0.5
     """Share of the device that vLLM or SGLang may take."""
+    engine_kv_gib: float | None = None
+    """GiB of the engine's KV cache on each device, in place of engine_mem_util (hf and vllm); None: by that share."""
+    engine_options: str | None = None
+    """Further arguments of vLLM or SGLang by their own names, a JSON object: '{"max_num_seqs": 512}'."""
     enable_engine_sleep: bool = False
     """Let the engine sleep while the actor trains."""
     share_engine_weights: bool = False
@@ -58,7 +63,36 @@ class RolloutOptions:
             )
         if not 0 < self.engine_mem_util < 1:
             problems.append(f"engine_mem_util is {self.engine_mem_util}: give a share between 0 and 1")
+        return problems + self._engine_argument_problems()
+
+    def _engine_argument_problems(self) -> list[str]:
+        problems = []
+        if self.engine_kv_gib is not None and self.engine_kv_gib <= 0:
+            problems.append(f"engine_kv_gib is {self.engine_kv_gib}: give GiB above 0")
+        if self.engine_kv_gib is not None and self.engine_type == "sglang":
+            problems.append(
+                f"engine_kv_gib is {self.engine_kv_gib} and engine_type is sglang, which counts tokens: leave it out "
+                "and give --engine_options '{\"max_total_tokens\": ...}' or --engine_mem_util"
+            )
+        if self.engine_options is None:
+            return problems
+        if self.engine_type == "hf":
+            problems.append("engine_options is for vllm and sglang, and engine_type is hf: leave it out")
+        try:
+            read = json.loads(self.engine_options)
+        except ValueError as error:
+            read = error
+        if not isinstance(read, dict):
+            problems.append(
+                f"engine_options is {self.engine_options!r} ({read!r}): give a JSON object, such as "
+                "'{\"max_num_seqs\": 512}'"
+            )
         return problems
+
+    @property
+    def engine_kv_bytes(self) -> int | None:
+        """`engine_kv_gib` in bytes."""
+        return None if self.engine_kv_gib is None else int(self.engine_kv_gib * 2**30)
 
     @property
     def samples_per_step(self) -> int:

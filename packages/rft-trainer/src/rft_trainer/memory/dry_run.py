@@ -122,7 +122,10 @@ def _changes(config: RFTConfig) -> dict[str, dict[str, Any]]:
         "--micro_train_batch_size 1": {"micro_train_batch_size": 1},
         "--lora_rank 16": {"lora_rank": config.lora_rank or 16, "freeze": ()},
     }
-    if config.engine_type != "hf":
+    if config.engine_kv_gib is not None:
+        smaller = config.engine_kv_gib / 2
+        candidates[f"--engine_kv_gib {smaller:g}"] = {"engine_kv_gib": smaller}
+    elif config.engine_type != "hf":
         half = config.engine_mem_util / 2
         candidates[f"--engine_mem_util {half:g}"] = {"engine_mem_util": half}
     if config.adam_offload or config.zero_stage == 0:

@@ -163,7 +163,9 @@ def engine_bytes(base: ModelShapes, config: RFTConfig, cluster: Cluster) -> tupl
     rows = -(-config.samples_per_step // cluster.ranks) * split
     wanted = rows * longest * size * -(-base.kv_numel_per_token // split)
     if config.engine_type == "hf":
-        return weights, min(wanted, _HF_KV_BYTES)
+        return weights, min(wanted, config.engine_kv_bytes or _HF_KV_BYTES)
+    if config.engine_kv_bytes is not None:
+        return weights, config.engine_kv_bytes
     if cluster.device_bytes is None:
         return weights, wanted
     # vLLM and SGLang fill their share whatever the rollout needs.

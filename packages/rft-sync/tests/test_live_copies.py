@@ -1,6 +1,7 @@
 """Updates that copy straight from the trainer's live tensors: checks, casts, moves, faults."""
 
 import importlib.util
+import weakref
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,76 @@ def test_a_planted_fault_is_found_when_live_tensors_are_copied():
         manager.broadcast_to_engine()
     assert caught.value.names == ("model.gate_proj.weight",)
     assert (manager.version, manager.receiver.session.usable) == (1, False)
+
+
+FAULTS = {
+    "one flipped bit": lambda model: model.model.k_proj.weight.data.view(torch.int16)[3, 1].bitwise_xor_(1),
+    "permuted rows": lambda model: model.model.k_proj.weight.data.copy_(model.model.k_proj.weight.data.flip(0)),
+    "stale": lambda model: model.model.k_proj.weight.data.copy_(model.before),
+    "swapped": lambda model: model.model.k_proj.weight.data.copy_(model.model.v_proj.weight.data),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_remembered_between_updates_hides_no_fault(fault, dtype):
+    trainer, engine = Trainer(1), Trainer(2).to(dtype)
+    manager = BroadcastManager.connect(trainer, engine, BroadcastConfig(verify="all"))
+    tokens, layouts = set(), []
+    layout = manager._scanner._layout
+    manager._scanner._layout = lambda pieces: layouts.append(len(pieces)) or layout(pieces)
+    for _ in range(4):  # from the second on nothing is planned, found or laid out anew
+        with torch.no_grad():
+            trainer.model.k_proj.weight.add_(0.5)
+        manager.broadcast_to_engine()
+        tokens.add(id(manager.source.live().token))
+    assert len(tokens) == 1
+    assert layouts == [12] * 9  # the look for NaN once; the fingerprints of what is sent and what is read back
+    assert manager.receiver._repeats(manager.source.live()) is False  # an update has to be open
+    engine.before = engine.model.k_proj.weight.detach().clone()
+    with torch.no_grad():
+        trainer.model.k_proj.weight.add_(0.25)
+    load_live = manager.receiver.load_live
+
+    def faulty(tensors):
+        assert manager.receiver._repeats(tensors)
+        load_live(tensors)
+        FAULTS[fault](engine)
+
+    manager.receiver.load_live = faulty
+    with pytest.raises(VerificationFailed) as caught:
+        manager.broadcast_to_engine()
+    assert caught.value.names == ("model.k_proj.weight",)
+    manager.receiver.load_live = load_live
+    with torch.no_grad():
+        trainer.model.v_proj.weight[0, 0] = float("nan")
+    with pytest.raises(NonFiniteWeight, match=r"v_proj\.weight"):
+        manager.broadcast_to_engine()
+
+
+def test_modules_that_are_renamed_or_shared_are_other_models():
+    trainer = Trainer(1)
+    source = ModuleSource(trainer)
+    names = [meta.name for meta in source.metadata()]
+    assert "model.norm.weight" in names
+    trainer.model.last = trainer.model._modules.pop("norm")
+    renamed = [meta.name for meta in source.metadata()]
+    assert "model.last.weight" in renamed
+    assert "model.norm.weight" not in renamed
+    token = source.live().token
+    trainer.head_again = trainer.lm_head  # one module under two names
+    shared = {meta.name: meta.alias_of for meta in source.metadata()}
+    assert shared["head_again.weight"] == "lm_head.weight"
+    assert source.live().token is not token
+
+
+def test_what_is_remembered_does_not_keep_the_trainers_memory():
+    trainer, engine = Trainer(1), Trainer(2)
+    manager = BroadcastManager.connect(trainer, engine)
+    for _ in range(3):
+        manager.broadcast_to_engine()
+    old = weakref.ref(trainer.lm_head.weight.data.untyped_storage())
+    trainer.lm_head.weight.data = trainer.lm_head.weight.data.clone()
+    manager.broadcast_to_engine()
+    assert old() is None
+    assert torch.equal(engine.lm_head.weight, trainer.lm_head.weight)

@@ -223,15 +223,16 @@ def _lora(rank):
     merged = Net()
     merged.load_state_dict(expected.tensors)
     torch.testing.assert_close(merged(torch.arange(5)), plain(torch.arange(5)))
-    manager = BroadcastManager(source_for(_sharded(copy.deepcopy(plain))), receiver, BroadcastConfig(bucket_bytes=100))
-    for _ in range(3):
-        manager.broadcast_to_engine()
-        assert set(receiver.tensors) == set(expected.tensors)
-        for name, value in expected.tensors.items():
-            assert torch.equal(receiver.tensors[name], value), name
+    for wrapped in (_sharded(copy.deepcopy(plain)), nn.parallel.DistributedDataParallel(copy.deepcopy(plain))):
+        manager = BroadcastManager(source_for(wrapped), receiver, BroadcastConfig(bucket_bytes=100))
+        for _ in range(3):
+            manager.broadcast_to_engine()
+            assert set(receiver.tensors) == set(expected.tensors)
+            for name, value in expected.tensors.items():
+                assert torch.equal(receiver.tensors[name], value), name
 
 
-def test_merged_lora_under_fsdp2_is_bit_equal_to_the_plain_model():
+def test_merged_lora_under_fsdp2_and_ddp_is_bit_equal_to_the_plain_model():
     pytest.importorskip("peft")
     spawn_ranks(_lora, 2)
 

@@ -4,13 +4,15 @@ import importlib.util
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 
 from rft_sync import fingerprint
 from rft_sync.fingerprint import CHUNK_WORDS, MASK, MULTIPLIERS
-from rft_sync.scan import Piece, Scanner
+from rft_sync.parameters import ParamMeta
+from rft_sync.scan import LivePieces, Piece, Scanner
 
 
 def _by_hand(words):
@@ -72,8 +74,11 @@ def test_tied_tensors_are_read_once_and_answer_twice(monkeypatch):
     from rft_sync import scan as module
 
     read = []
-    take = module.fingerprint_tensor
-    monkeypatch.setattr(module, "fingerprint_tensor", lambda tensor: read.append(1) or take(tensor))
+    take, take_together = module.fingerprint_tensor, module.fingerprint_together
+    monkeypatch.setattr(module, "fingerprint_tensor", lambda tensor: read.append(tensor) or take(tensor))
+    monkeypatch.setattr(
+        module, "fingerprint_together", lambda tensors, dtype: read.extend(tensors) or take_together(tensors, dtype)
+    )
     tied = torch.tensor([1.0, float("inf")])
     empty = torch.zeros(0)
     pieces = [Piece(tensor, torch.float32) for tensor in (tied, torch.ones(2), tied, tied[:1], empty, empty)]
@@ -83,6 +88,85 @@ def test_tied_tensors_are_read_once_and_answer_twice(monkeypatch):
     assert scanned.known() == set(values) == set(range(7))
     assert values[0] == values[2] != values[6]
     assert len(read) == 6
+
+
+EDGES = [
+    1e39,
+    3.39e38,
+    3.38e38,
+    65505.0,
+    65520.0,
+    65503.0,
+    449.0,
+    465.0,
+    1.0,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+]
+
+
+@pytest.mark.parametrize("size", [3, 1 << 15], ids=["small", "large"])
+@pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "sent", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_what_becomes_infinite_on_its_way_is_told_from_the_extremes_alone(source, sent, size):
+    tensors = []
+    for value in [*EDGES, *(-edge for edge in EDGES)]:
+        tensor = torch.full((size,), 0.5, dtype=torch.float64)
+        tensor[size // 2] = value
+        tensors.append(tensor.to(source))
+    wanted = [place for place, t in enumerate(tensors) if not bool(torch.isfinite(t.to(sent).float().double()).all())]
+    if sent is torch.float64:
+        wanted = [place for place, t in enumerate(tensors) if not bool(torch.isfinite(t).all())]
+    scanned = Scanner().scan([Piece(tensor, sent) for tensor in tensors], finite=True, fingerprints=False)
+    assert scanned.nonfinite() == wanted
+
+
+def test_complex_and_integer_values_are_looked_at_too():
+    values = torch.tensor([1.0, float("nan")])
+    pieces = [
+        Piece(torch.complex(values, torch.zeros(2)), torch.complex64),
+        Piece(torch.complex(torch.zeros(2), values), torch.complex64),
+        Piece(torch.complex(torch.zeros(2), torch.ones(2)).conj(), torch.complex64),
+        Piece(torch.tensor([70000, 1]), torch.float16),
+        Piece(torch.tensor([7, 1]), torch.float16),
+        Piece(torch.tensor([True, False]), torch.bool),
+    ]
+    scanned = Scanner().scan(pieces, finite=True)
+    assert scanned.nonfinite() == [0, 1, 3]
+    assert scanned.fingerprints() == {place: fingerprint(piece.cast()) for place, piece in enumerate(pieces)}
+
+
+def test_many_small_tensors_are_fingerprinted_together_as_one_by_one():
+    sizes = [1, 2, 3, 4, 5, 64, 127, 1000, (1 << 14), (1 << 14) + 1, (1 << 14) + 2] * 9
+    for source, sent in [
+        (torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16),
+        (torch.int64, torch.int64), (torch.uint8, torch.uint8), (torch.float64, torch.float64),
+    ]:  # fmt: skip
+        pieces = [Piece((torch.randn(size) * 50).to(source), sent) for size in sizes]
+        pieces.append(Piece(torch.arange(24).view(4, 6).to(source).t(), sent))
+        found = Scanner().scan(pieces).fingerprints()
+        assert found == {place: fingerprint(piece.cast()) for place, piece in enumerate(pieces)}
+
+
+def test_a_token_spares_the_look_at_every_piece_and_holds_no_tensor():
+    scanner, token = Scanner(), object()
+    tensors = {"a": torch.randn(4), "b": torch.randn(6)}
+    metadata = {name: ParamMeta(name=name, shape=(1,), dtype=torch.float32) for name in tensors}
+    metadata["c"] = ParamMeta(name="c", shape=(1,), dtype=torch.float32, alias_of="a")
+    pieces = LivePieces(metadata, tensors)
+    assert len(pieces) == 3
+    first = scanner.scan(pieces, token=token).fingerprints()
+    assert first == {place: fingerprint(tensors[name]) for place, name in enumerate("aba")}
+    tensors["b"][2] = 9.0  # the values are read anew
+    assert scanner.scan(pieces, token=token).fingerprints() == first | {1: fingerprint(tensors["b"])}
+    tensors["a"] = torch.randn(4)
+    assert scanner.scan(pieces, token=object()).fingerprints()[2] == fingerprint(tensors["a"])
+    held = weakref.ref(tensors.pop("b"))
+    del pieces
+    assert held() is None
 
 
 KERNEL = """

@@ -1,7 +1,6 @@
 """Weights for engines in other processes: order, failures on either side, changed bytes."""
 
 import copy
-import importlib
 import time
 
 import torch
@@ -16,10 +15,12 @@ from rft_sync import (
     ModuleReceiver,
     ModuleSource,
     RecordingReceiver,
+    UnknownTensor,
     WeightSyncError,
     receive_weights,
     send_weights,
     source_for,
+    transfer,
 )
 from rft_sync.testing import spawn_ranks
 
@@ -142,7 +143,7 @@ class Flips(ModuleReceiver):
 def _changed_on_the_way(rank):
     model, results = Net(1), []
     engine = ModuleReceiver(Net(2))
-    ring = importlib.import_module("rft_sync.transfer")._Ring
+    ring = transfer._Ring
     arrived = ring.buffer
     for case in ("loader", "wire", "good"):
         if rank == 1 and case == "wire":
@@ -217,5 +218,54 @@ def test_a_receiver_that_refuses_the_plan_is_heard_before_the_first_byte():
 
 def test_failures_on_either_side_reach_both_and_the_next_update_works():
     first, second, engine = spawn_ranks(_separate_failures, 3)
-    assert first == second == ["EngineRefused", "NonFiniteWeight", "ManifestMismatch", "ok"]
-    assert engine == ["EngineRefused", "NonFiniteWeight", "WeightSyncError", "ok"]
+    assert first == second == engine == ["EngineRefused", "NonFiniteWeight", "ManifestMismatch", "ok"]
+
+
+def _one_trainer_stays_away(rank):
+    """Two trainers, one engine; the second trainer comes to the second call only."""
+    group, trainers = dist.new_group([0, 2]), dist.new_group([0, 1])
+    receiver, results = RecordingReceiver(), []
+    for attempt in (1, 2):
+        if rank == 1 and attempt == 2:
+            time.sleep(4)  # else its second call would be the first that it is waited for
+        try:
+            if rank == 2:
+                receive_weights(receiver, group=group)
+            elif rank == 0 or attempt == 2:
+                send_weights(
+                    source_for(Net(1)),
+                    version=1,
+                    group=group,
+                    trainer_group=trainers,
+                    attendance_seconds=2.0 if attempt == 1 else 60.0,
+                )
+            results.append("ok")
+        except ManifestMismatch as error:
+            results.append(str(error).partition(" within")[0])
+    return results
+
+
+def test_a_trainer_that_stays_away_is_named_on_both_sides_and_the_next_update_works():
+    missing = "ranks [1] of 2 did not call send_weights"
+    assert spawn_ranks(_one_trainer_stays_away, 3) == [
+        [missing, "ok"],
+        ["ok", "ok"],
+        [f"the sender could not plan the update: {missing}", "ok"],
+    ]
+
+
+def test_why_there_is_no_plan_keeps_its_class_and_names_where_both_sides_know_them():
+    told = transfer._refusal_from_json(transfer._refusal_to_json(UnknownTensor("no such", ["a.b"])))
+    assert (type(told), told.names) == (UnknownTensor, ("a.b",))
+    assert str(told) == "the sender could not plan the update: no such"
+    told = transfer._refusal_from_json(transfer._refusal_to_json(ZeroDivisionError("by 0")))
+    assert (type(told), str(told)) == (
+        WeightSyncError,
+        "the sender could not plan the update: ZeroDivisionError: by 0",
+    )
+    for text in (
+        '{"error": "old"}',
+        '{"error": "old", "kind": "Iterable"}',
+        '{"error": "old", "kind": "NewKind", "names": []}',
+    ):
+        assert type(transfer._refusal_from_json(text)) is WeightSyncError

@@ -40,12 +40,13 @@ class Net(nn.Module):
 
 def _stages(rank):
     found = [_zero(stage) for stage in (1, 2, 3)]
-    _merged_lora()
+    for stage in (1, 2, 3):
+        _merged_lora(stage)
     return found
 
 
-def _merged_lora():
-    """Merged under stage 3 bit-equal to the plain model, the adapters gathered with their bases."""
+def _merged_lora(stage):
+    """Merged under every stage bit-equal to the plain model, the adapters gathered with their bases."""
     import deepspeed
     import peft
 
@@ -59,7 +60,7 @@ def _merged_lora():
     BroadcastManager(source_for(plain), expected).broadcast_to_engine()
     model = copy.deepcopy(plain)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_settings(3))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_settings(stage))
     manager = BroadcastManager(source_for(engine), receiver, BroadcastConfig(bucket_bytes=100))
     for _ in range(3):
         manager.broadcast_to_engine()

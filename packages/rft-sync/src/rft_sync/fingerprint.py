@@ -7,6 +7,7 @@ two times an odd number is not 0 modulo 2**64), and so do two exchanged words of
 difference of their weights is below 2**63); other changes but for a chance of about 2**-30.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -39,7 +40,7 @@ def chunk_powers(count: int) -> list[int]:
 
 def _words(tensor: Tensor) -> Tensor:
     """The bytes of `tensor` in logical order as int32 `[ceil(bytes / 4)]`, padded with zero."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     rest = flat.numel() % 4
     if rest or flat.storage_offset() % 4:
         flat = torch.cat([flat, flat.new_zeros((4 - rest) % 4)])
@@ -55,6 +56,25 @@ def fingerprint_tensor(tensor: Tensor) -> Tensor:
     for chunk, power in zip(chunks, chunk_powers(len(chunks)), strict=True):
         total = total + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum() * power
     return total
+
+
+@torch.no_grad()
+def fingerprint_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Fingerprints of `tensors` cast to `dtype`, int64 `[n]`, in a handful of operations for all of them.
+
+    Args:
+        tensors: Of one device and dtype, each of at most `CHUNK_WORDS` words, a whole number of them.
+        dtype: In which their bytes are read.
+    """
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
+    words = flat.view(torch.uint8).view(torch.int32)
+    counts = torch.tensor([tensor.numel() * dtype.itemsize // 4 for tensor in tensors])
+    first = torch.cumsum(counts, 0) - counts
+    owner = torch.repeat_interleave(torch.arange(len(tensors)), counts)
+    place = torch.arange(words.numel()) - first[owner]
+    products = words * _weights(words.device)[place.to(words.device)]
+    total = torch.zeros(len(tensors), dtype=torch.int64, device=words.device)
+    return total.index_add_(0, owner.to(words.device), products)
 
 
 def fingerprint(tensor: Tensor) -> int:

@@ -1,6 +1,6 @@
 """The tensors of a live model under names without wrappers. No communication, nothing is copied."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +123,19 @@ def check_sendable(name: str, tensor: Tensor, *, buffer: bool) -> None:
         )
 
 
+class LiveTensors(dict[str, Tensor]):
+    """Name -> live tensor.
+
+    Attributes:
+        token: The same object as long as the tensors are the same ones at the same addresses. Whoever has worked out
+            something from them keeps the token and not the tensors, whose memory is the trainer's to free.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], token: object) -> None:
+        super().__init__(tensors)
+        self.token = token
+
+
 def same_memory(tensor: Tensor) -> tuple[object, ...]:
     """A key that is equal for tensors which are views of the same bytes in the same way (tied weights)."""
     if type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not hasattr(tensor, "ds_id") and tensor.numel():
@@ -133,14 +146,31 @@ def same_memory(tensor: Tensor) -> tuple[object, ...]:
 
 
 def tensor_trace(model: nn.Module) -> tuple[object, ...]:
-    """A value that changes when a module, parameter or buffer of `model` is added, replaced, moved or reshaped."""
-    return tuple(
-        (id(module), type(module), name, *_whereabouts(tensor))
-        for module in model.modules()
-        for tensors in (module._parameters, module._buffers)
-        for name, tensor in tensors.items()
-        if tensor is not None
-    )
+    """A value that changes when a module or tensor of `model` is added, renamed, shared, replaced, moved or reshaped.
+
+    Taken at every update, so it walks the modules without recursion and makes one tuple a tensor.
+    """
+    found: list[object] = []
+    add = found.append
+    seen: set[int] = set()
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        key = id(module)
+        if key in seen:
+            add(key)
+            continue
+        seen.add(key)
+        if module._parameters or module._buffers:
+            add((key, type(module)))
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        add((name, *_whereabouts(tensor)))
+        if module._modules:
+            add(tuple(module._modules))
+            waiting.extend(child for child in module._modules.values() if child is not None)
+    return tuple(found)
 
 
 def _whereabouts(tensor: Tensor) -> tuple[object, ...]:

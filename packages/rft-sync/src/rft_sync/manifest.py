@@ -1,16 +1,17 @@
 """The agreed list of what an update carries."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from rft_sync.fusion import fused_groups
 from rft_sync.parameters import Bucket, ParamMeta, plan_buckets
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that one update sends, in order."""
+    """Everything that one update sends, in order. What follows from it is computed once."""
 
     metadata: tuple[ParamMeta, ...]
     groups: tuple[tuple[str, ...], ...] = ()
@@ -20,17 +21,32 @@ class Manifest:
     adapter_config: str | None = None
     """PEFT configuration of the adapter as JSON."""
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """All names in order, aliases included."""
         return tuple(meta.name for meta in self.metadata)
 
-    @property
+    @cached_property
+    def known(self) -> frozenset[str]:
+        """All names."""
+        return frozenset(self.names)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes sent, tied weights once."""
         return sum(meta.nbytes for meta in self.metadata)
 
-    @property
+    @cached_property
+    def aliases(self) -> int:
+        """How many names are those of tied tensors."""
+        return sum(meta.alias_of is not None for meta in self.metadata)
+
+    @cached_property
+    def buffer_count(self) -> int:
+        """How many names are those of buffers, ties left out."""
+        return sum(meta.buffer and meta.alias_of is None for meta in self.metadata)
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 over everything that is planned; equal on all ranks or nothing is sent."""
         lines = [f"{self.kind} {self.bucket_bytes} {self.adapter_config}"]
@@ -73,6 +89,9 @@ class Planned:
     names: tuple[str, ...]
     digest: str
     buckets: tuple[Bucket, ...]
+    by_name: Mapping[str, ParamMeta]
+    originals: tuple[ParamMeta, ...]
+    """Aliases left out."""
 
 
 class Planner:
@@ -106,6 +125,13 @@ class Planner:
                 metadata, bucket_bytes=bucket_bytes, groups=groups, kind=kind, adapter_config=adapter_config
             )
             buckets = tuple(manifest.buckets())
-            self._planned = Planned(manifest=manifest, names=manifest.names, digest=manifest.digest, buckets=buckets)
+            self._planned = Planned(
+                manifest=manifest,
+                names=manifest.names,
+                digest=manifest.digest,
+                buckets=buckets,
+                by_name={meta.name: meta for meta in manifest.metadata},
+                originals=tuple(meta for meta in manifest.metadata if meta.alias_of is None),
+            )
             self._metadata, self._options = metadata, options
         return self._planned

@@ -1,17 +1,24 @@
 """Many tensors read at once: fingerprints, and how many of their elements are NaN or Inf.
 
 On a CUDA device one kernel reads them all (`scan_kernel`, where Triton is there: it comes with torch's CUDA builds);
-elsewhere, and for tensors that the kernel does not take, torch's own operations do, tensor by tensor.
+elsewhere, and for tensors that the kernel does not take, torch's own operations do: the small ones together, the large
+ones one by one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from rft_sync.fingerprint import fingerprint_tensor
+from rft_sync.fingerprint import fingerprint_tensor, fingerprint_together
+from rft_sync.parameters import ParamMeta
+
+SMALL = 1 << 14
+"""Elements up to which tensors are read together: a call for each costs more than their bytes."""
+BATCH = 64
+"""Small tensors whose fingerprints are taken together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,29 @@ class Piece:
         return self.tensor.detach().to(self.dtype)
 
 
+class LivePieces(Mapping[str, Piece]):
+    """Pieces of live tensors by name, made when they are asked for.
+
+    Args:
+        metadata: What is sent.
+        tensors: Name -> live tensor, aliases left out.
+    """
+
+    def __init__(self, metadata: Mapping[str, ParamMeta], tensors: Mapping[str, Tensor]) -> None:
+        self._metadata = metadata
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Piece:
+        meta = self._metadata[name]
+        return Piece(self._tensors[meta.alias_of or name], meta.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metadata)
+
+    def __len__(self) -> int:
+        return len(self._metadata)
+
+
 @dataclass(slots=True)
 class Scanned:
     """Results on their devices, by place in the scanned sequence; reading them is the one synchronisation."""
@@ -33,8 +63,8 @@ class Scanned:
     sums: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
     """Places, and their fingerprints `[n]` int64."""
     bad: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
-    """Places, and their numbers of NaN and Inf `[n]` int64."""
-    twins: dict[int, int] = field(default_factory=dict)
+    """Places, and numbers `[n]` int64 that are 0 where there is no NaN or Inf."""
+    twins: Mapping[int, int] = field(default_factory=dict)
     """Place of a piece that is the same memory as an earlier one (tied weights) -> place of that one, which is read."""
 
     def known(self) -> set[int]:
@@ -66,70 +96,119 @@ def _read(results: Sequence[tuple[Sequence[int], Tensor]]) -> dict[int, int]:
     return values
 
 
-class Scanner:
-    """Reads pieces and keeps the kernel's tables of the sequences it has read last.
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What was worked out about a sequence of pieces; it holds none of their tensors."""
 
-    A sequence that was there before (same addresses, sizes and dtypes) needs one launch and no host work per tensor.
+    twins: Mapping[int, int]
+    fused: Sequence[tuple[Sequence[int], object]]
+    """Places that one launch of the kernel reads, and its table."""
+    rest: Sequence[int]
+    """Places that torch's operations read."""
+
+
+class Scanner:
+    """Reads pieces and keeps what it worked out about the sequences it has read last.
+
+    A sequence that was there before (same addresses, sizes and dtypes) needs one launch of the kernel, and no host work
+    per tensor where the caller says so by a token. All pieces of a rotating sample are kept.
     """
 
-    def __init__(self, *, kept_tables: int = 4) -> None:
-        self._kept = kept_tables
-        self._tables: dict[object, object] = {}
+    def __init__(self, *, kept: int = 256) -> None:
+        self._kept = kept
+        self._layouts: dict[object, _Layout] = {}
+        self._known: tuple[object, _Layout] | None = None
 
     @torch.no_grad()
-    def scan(self, pieces: Sequence[Piece], *, finite: bool = False, fingerprints: bool = True) -> Scanned:
+    def scan(
+        self,
+        pieces: Sequence[Piece] | Mapping[str, Piece],
+        *,
+        finite: bool = False,
+        fingerprints: bool = True,
+        token: object = None,
+    ) -> Scanned:
         """Fingerprints of `pieces`, and with `finite` the number of NaN and Inf in each.
 
         No synchronisation on a card. Without `fingerprints` they are taken only where they come for nothing.
-        """
-        unique, twins = _unique_places(pieces)
-        scanned = Scanned(twins=twins)
-        kernel = _kernel_module() if any(piece.tensor.is_cuda for piece in pieces) else None
-        rest = unique
-        if kernel is not None:
-            chosen = [place for place in unique if kernel.takes(pieces[place])]
-            self._scan_fused(kernel, pieces, chosen, finite, scanned)
-            rest = sorted(set(unique).difference(chosen))
-        for place in rest:
-            values = pieces[place].cast()
-            if finite:
-                scanned.bad.append(([place], _count_nonfinite(values)))
-            if fingerprints:
-                scanned.sums.append(([place], fingerprint_tensor(values).view(1)))
-        return scanned
 
-    def _scan_fused(
-        self, kernel: ModuleType, pieces: Sequence[Piece], chosen: Sequence[int], finite: bool, scanned: Scanned
-    ) -> None:
-        groups: dict[object, list[int]] = {}
-        for place in chosen:
-            piece = pieces[place]
-            groups.setdefault((piece.tensor.device, piece.tensor.dtype, piece.dtype), []).append(place)
-        for kind, places in groups.items():
-            key = (kind, tuple((pieces[p].tensor.data_ptr(), pieces[p].tensor.numel()) for p in places))
-            table = self._tables.pop(key, None) or kernel.build_table([pieces[p] for p in places])
-            self._tables[key] = table  # the newest last
-            while len(self._tables) > self._kept:
-                del self._tables[next(iter(self._tables))]
-            sums, bad = kernel.run(table, finite=finite)
+        Args:
+            pieces: What is read; a mapping is read in its order.
+            finite: Count.
+            fingerprints: Take fingerprints.
+            token: What is equal to the token of the last scan that had one only if its pieces lay at the same addresses
+                and were read in the same dtypes.
+        """
+        listed: Sequence[Piece] | None = None
+        if self._known is not None and token is not None and self._known[0] == token:
+            layout = self._known[1]
+        else:
+            listed = list(pieces.values()) if isinstance(pieces, Mapping) else pieces
+            layout = self._layout(listed)
+            if token is not None:
+                self._known = token, layout
+        scanned = Scanned(twins=layout.twins)
+        for places, table in layout.fused:
+            sums, bad = _kernel_module().run(table, finite=finite)  # type: ignore[union-attr]
             scanned.sums.append((places, sums))
             if bad is not None:
                 scanned.bad.append((places, bad))
+        if layout.rest:
+            if listed is None:
+                listed = list(pieces.values()) if isinstance(pieces, Mapping) else pieces
+            self._scan_rest([(place, listed[place]) for place in layout.rest], finite, fingerprints, scanned)
+        return scanned
+
+    def _scan_rest(
+        self, pieces: Sequence[tuple[int, Piece]], finite: bool, fingerprints: bool, scanned: Scanned
+    ) -> None:
+        if finite:
+            scanned.bad += screened(pieces)
+        if fingerprints:
+            scanned.sums += fingerprinted(pieces)
+
+    def _layout(self, pieces: Sequence[Piece]) -> _Layout:
+        keys = [_place_of(piece) for piece in pieces]
+        key = tuple(keys)
+        layout = self._layouts.pop(key, None)
+        if layout is None:
+            layout = _laid_out(pieces, keys)
+        self._layouts[key] = layout  # the newest last
+        while len(self._layouts) > self._kept:
+            del self._layouts[next(iter(self._layouts))]
+        return layout
 
 
-def _unique_places(pieces: Sequence[Piece]) -> tuple[list[int], dict[int, int]]:
+def _place_of(piece: Piece) -> tuple[object, ...]:
+    tensor = piece.tensor
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, piece.dtype
+
+
+def _laid_out(pieces: Sequence[Piece], keys: Sequence[object]) -> _Layout:
+    unique, twins = _unique_places(pieces, keys)
+    kernel = _kernel_module() if any(piece.tensor.is_cuda for piece in pieces) else None
+    chosen = [place for place in unique if kernel.takes(pieces[place])] if kernel is not None else []
+    groups: dict[object, list[int]] = {}
+    for place in chosen:
+        piece = pieces[place]
+        groups.setdefault((piece.tensor.device, piece.tensor.dtype, piece.dtype), []).append(place)
+    fused = [(places, kernel.build_table([pieces[p] for p in places])) for places in groups.values()]  # type: ignore[union-attr]
+    taken = set(chosen)
+    return _Layout(twins, fused, [place for place in unique if place not in taken])
+
+
+def _unique_places(pieces: Sequence[Piece], keys: Sequence[object]) -> tuple[list[int], dict[int, int]]:
     """Places of pieces that are memory of their own, and of the others with the place of their twin."""
     first: dict[object, int] = {}
+    unique: list[int] = []
     twins: dict[int, int] = {}
-    for place, piece in enumerate(pieces):
-        tensor = piece.tensor
-        where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), piece.dtype)
-        found = first.setdefault(where, place) if tensor.numel() else place
-        if found != place:
+    for place, (piece, key) in enumerate(zip(pieces, keys, strict=True)):
+        found = first.setdefault(key, place) if piece.tensor.numel() else place
+        if found == place:
+            unique.append(place)
+        else:
             twins[place] = found
-        elif not tensor.numel():
-            first[where, place] = place
-    return list(first.values()), twins
+    return unique, twins
 
 
 def _kernel_module() -> ModuleType | None:
@@ -140,11 +219,64 @@ def _kernel_module() -> ModuleType | None:
     return scan_kernel
 
 
-def _count_nonfinite(values: Tensor) -> Tensor:
-    """`[1]` int64. A sum carries NaN and Inf on and is cheaper than a mask; its own overflow gets the second look."""
-    if not values.is_floating_point() or not values.numel():
-        return torch.zeros(1, dtype=torch.int64, device=values.device)
-    total = values.sum(dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
-    if not values.is_cuda and bool(torch.isfinite(total)):
-        return torch.zeros(1, dtype=torch.int64)
-    return (~torch.isfinite(values)).sum().view(1)
+def screened(pieces: Sequence[tuple[int, Piece]]) -> list[tuple[Sequence[int], Tensor]]:
+    """Places, and 1 where a value is NaN or Inf in the dtype in which it is sent, else 0.
+
+    Only the extremes are cast: rounding keeps the order of numbers, so that some value becomes Inf if one of them does.
+    Each byte is read once, and no copy is made.
+    """
+    found: list[tuple[Sequence[int], Tensor]] = []
+    for places, tensors, sent in _of_a_kind(pieces):
+        if not sent.is_floating_point:
+            continue
+        whole = [tensor if _has_extremes(tensor.dtype) else tensor.to(sent).to(torch.float32) for tensor in tensors]
+        small = [index for index, tensor in enumerate(whole) if 0 < tensor.numel() <= SMALL]
+        large = [index for index, tensor in enumerate(whole) if tensor.numel() > SMALL]
+        extremes = [torch.aminmax(whole[index]) for index in large]
+        if small:
+            largest = torch._foreach_norm([whole[index] for index in small], float("inf"))
+            found.append(([places[index] for index in small], _not_finite(torch.stack(tuple(largest)), sent)))
+        if extremes:
+            low, high = (torch.stack([pair[side] for pair in extremes]) for side in (0, 1))
+            bad = torch.maximum(_not_finite(low, sent), _not_finite(high, sent))
+            found.append(([places[index] for index in large], bad))
+    return found
+
+
+def _has_extremes(dtype: torch.dtype) -> bool:
+    """Torch finds neither the extremes of 8-bit floating-point numbers, nor what integers become when they are cast."""
+    return dtype.is_floating_point and dtype.itemsize >= 2
+
+
+def _not_finite(values: Tensor, sent: torch.dtype) -> Tensor:
+    return (~torch.isfinite(values.to(sent).to(torch.float32 if sent.itemsize < 2 else sent))).to(torch.int64)
+
+
+def fingerprinted(pieces: Sequence[tuple[int, Piece]]) -> list[tuple[Sequence[int], Tensor]]:
+    """Places and their fingerprints `[n]` int64."""
+    found: list[tuple[Sequence[int], Tensor]] = []
+    for places, tensors, sent in _of_a_kind(pieces):
+        batch: list[int] = []
+        for index, tensor in enumerate(tensors):
+            if tensor.numel() <= SMALL and tensor.numel() * sent.itemsize % 4 == 0:
+                batch.append(index)
+            else:
+                found.append(([places[index]], fingerprint_tensor(tensor.to(sent)).view(1)))
+        for start in range(0, len(batch), BATCH):
+            chosen = batch[start : start + BATCH]
+            sums = fingerprint_together([tensors[index] for index in chosen], sent)
+            found.append(([places[index] for index in chosen], sums))
+    return found
+
+
+def _of_a_kind(pieces: Sequence[tuple[int, Piece]]) -> Iterator[tuple[list[int], list[Tensor], torch.dtype]]:
+    """Pieces with elements by device and dtypes: places, tensors, sent dtype; complex ones as pairs of real numbers."""
+    kinds: dict[object, tuple[list[int], list[Tensor], torch.dtype]] = {}
+    for place, piece in pieces:
+        tensor, sent = piece.tensor.detach(), piece.dtype
+        if sent.is_complex:
+            tensor, sent = torch.view_as_real(tensor.to(sent).resolve_conj()), sent.to_real()
+        places, tensors, _ = kinds.setdefault((tensor.device, tensor.dtype, sent), ([], [], sent))
+        places.append(place)
+        tensors.append(tensor)
+    yield from kinds.values()

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rft_sync import errors
 from rft_sync.agreement import agree_on_digest, as_sync_error, is_distributed, raise_together
+from rft_sync.attendance import DEFAULT_SECONDS, await_ranks
 from rft_sync.errors import ManifestMismatch, VerificationFailed, WeightSyncError
 from rft_sync.fingerprint import fingerprint, fingerprint_tensor
 from rft_sync.manifest import Manifest, build_manifest
@@ -70,6 +72,20 @@ def manifest_from_json(text: str) -> tuple[Manifest, int]:
     if manifest.digest != fields["digest"]:
         raise ManifestMismatch("the received manifest has another digest; use one version of rft-sync on both sides")
     return manifest, int(fields["version"])
+
+
+def _refusal_to_json(error: BaseException | None) -> str:
+    """Why the sender has no plan."""
+    known = as_sync_error(error or WeightSyncError("no plan"))
+    return json.dumps({"error": known.message, "kind": type(known).__name__, "names": known.names})
+
+
+def _refusal_from_json(text: str) -> WeightSyncError:
+    """The sender's error, of its own class where that is one of the family."""
+    fields: Mapping[str, Any] = json.loads(text)
+    found = getattr(errors, fields.get("kind", ""), None)
+    kind = found if isinstance(found, type) and issubclass(found, WeightSyncError) else WeightSyncError
+    return kind(f"the sender could not plan the update: {fields['error']}", fields.get("names", ()))
 
 
 def _is_member(group: dist.ProcessGroup | None) -> bool:
@@ -143,6 +159,7 @@ def send_weights(
     trainer_group: dist.ProcessGroup | None = None,
     bucket_bytes: int = 1 << 28,
     finite_only: bool = True,
+    attendance_seconds: float = DEFAULT_SECONDS,
 ) -> None:
     """Send the weights of `source` to the processes that call `receive_weights`.
 
@@ -157,17 +174,22 @@ def send_weights(
         trainer_group: The trainer ranks, for agreement on failure; needed when there are several.
         bucket_bytes: Size of a bucket; the sender holds two of them.
         finite_only: Refuse NaN and Inf.
+        attendance_seconds: How long to wait for all of `trainer_group` to make the call.
 
     Raises:
+        ManifestMismatch: A trainer did not make this call; on those that did, and on the receivers.
         WeightSyncError: On every trainer, when the sender or any receiver failed.
     """
     sending = is_distributed() and dist.get_rank() == src
     if sending and not _is_member(group):
         raise ManifestMismatch(f"rank {src} is the sender but not in the group; make the group with it")
-    manifest, error = _plan(source, bucket_bytes, trainer_group)
+    absent = _absence(trainer_group, attendance_seconds)
+    manifest, error = _plan(source, bucket_bytes, trainer_group) if absent is None else (None, absent)
     if sending:
-        text = json.dumps({"error": str(error)}) if manifest is None else manifest_to_json(manifest, version)
+        text = _refusal_to_json(error) if manifest is None else manifest_to_json(manifest, version)
         broadcast_text(text, src, group)
+    if absent is not None:
+        raise absent
     if manifest is not None and sending:
         error = _first_failure(None, group)  # whether every receiver can take it
     if trainer_group is not None:
@@ -185,6 +207,16 @@ def send_weights(
         raise_together(error, trainer_group)
     elif error is not None:
         raise as_sync_error(error) from error
+
+
+def _absence(trainer_group: dist.ProcessGroup | None, seconds: float) -> ManifestMismatch | None:
+    """Which trainers did not come; None when all are here. No collective."""
+    try:
+        if trainer_group is not None:
+            await_ranks("send_weights", trainer_group, seconds)
+    except ManifestMismatch as error:
+        return error
+    return None
 
 
 def _plan(
@@ -273,7 +305,7 @@ def receive_weights(
     """
     text = broadcast_text(None, src, group)
     if "error" in json.loads(text):
-        raise WeightSyncError(f"the sender could not plan the update: {json.loads(text)['error']}")
+        raise _refusal_from_json(text)
     manifest, version = _started(receiver, text, group)
     check = ReadBackCheck(receiver, manifest.names if verify else (), Scanner())
     error = _drain_into(receiver, manifest, src, group, on_bucket, check)

@@ -17,7 +17,7 @@ from rft_sync.manifest import Manifest, Planned, Planner
 from rft_sync.parameters import Bucket
 from rft_sync.receivers.protocol import LiveReceiver, WeightReceiver
 from rft_sync.report import SyncReport
-from rft_sync.scan import Piece, Scanned, Scanner
+from rft_sync.scan import LivePieces, Piece, Scanned, Scanner
 from rft_sync.sources.protocol import ParameterSource
 from rft_sync.verification import ReadBackCheck, Verification, rotating_sample
 
@@ -83,9 +83,9 @@ class Update:
                 names if self._config.verify == "all" else rotating_sample(names, finished, self._config.verify_sample)
             )
             check = ReadBackCheck(self._receiver, sampled, self._scanner)
-            live = self._live_tensors(manifest)
+            live = self._live_tensors(planned)
             if live is not None:
-                self._send_live(manifest, live, check)
+                self._send_live(planned, live, check)
             else:
                 self._sending = True
                 self._send(planned, check)
@@ -148,34 +148,36 @@ class Update:
         self._receiver.start(manifest)
         self._started = True
 
-    def _live_tensors(self, manifest: Manifest) -> Mapping[str, Tensor] | None:
+    def _live_tensors(self, planned: Planned) -> Mapping[str, Tensor] | None:
         """The trainer's own tensors, where the receiver can copy all of them without buckets. No communication."""
-        if not isinstance(self._receiver, LiveReceiver) or manifest.kind != "full":
+        if not isinstance(self._receiver, LiveReceiver) or planned.manifest.kind != "full":
             return None
         tensors: Mapping[str, Tensor] | None = _call(self._source, "live")
         if tensors is None:
             return None
-        sent = [meta for meta in manifest.metadata if meta.alias_of is None]
-        return tensors if self._receiver.takes_live(sent, tensors) else None
+        return tensors if self._receiver.takes_live(planned.originals, tensors) else None
 
-    def _send_live(self, manifest: Manifest, tensors: Mapping[str, Tensor], check: ReadBackCheck) -> None:
+    def _send_live(self, planned: Planned, tensors: Mapping[str, Tensor], check: ReadBackCheck) -> None:
         """Check everything, then copy everything: a NaN on any rank is refused before any rank has written.
 
         Collective over the manager's group.
         """
-        pieces = {meta.name: Piece(tensors[meta.alias_of or meta.name], meta.dtype) for meta in manifest.metadata}
-        self._together(lambda: self._note_live(pieces, check))
+        pieces = LivePieces(planned.by_name, tensors)
+        token = getattr(tensors, "token", None)
+        unmoved = None if token is None else (token, planned)
+        self._together(lambda: self._note_live(pieces, check, unmoved))
         self._sending = True
         self._timed("load", lambda: self._together(lambda: self._receiver.load_live(tensors)))  # type: ignore[attr-defined]
         check.note_parts(pieces)
-        self._delivered = len(manifest.metadata)
-        own = [pieces[name] for name in tensors]
-        self._live_casts.update((p.tensor.dtype, p.dtype) for p in own if p.tensor.dtype != p.dtype)
+        self._delivered = len(pieces)
+        for name, tensor in tensors.items():
+            if tensor.dtype != (sent := planned.by_name[name].dtype):
+                self._live_casts[tensor.dtype, sent] += 1
 
-    def _note_live(self, pieces: Mapping[str, Piece], check: ReadBackCheck) -> None:
+    def _note_live(self, pieces: LivePieces, check: ReadBackCheck, unmoved: object) -> None:
         scanned = None
         if self._config.check_finite:
-            scanned = self._scanner.scan(list(pieces.values()), finite=True, fingerprints=False)
+            scanned = self._scanner.scan(pieces, finite=True, fingerprints=False, token=unmoved)
             check_finite(list(pieces), scanned)
         check.note(pieces, scanned)
 
@@ -225,22 +227,20 @@ class Update:
 
     def _report(self, version: int, manifest: Manifest, verification: Verification) -> SyncReport:
         statistics = _call(self._source, "statistics")
-        expected = _call(self._receiver, "expected") if manifest.kind == "full" else None
+        expected = self._expected_count() if manifest.kind == "full" else None
         cast = statistics.cast_seconds if statistics is not None else 0.0
         self._seconds["cast"] = cast
         self._seconds["gather"] = max(0.0, self._seconds["gather"] - cast)
         session = getattr(self._receiver, "session", None)
-        aliases = sum(meta.alias_of is not None for meta in manifest.metadata)
-        buffers = sum(meta.buffer and meta.alias_of is None for meta in manifest.metadata)
         casts = Counter(statistics.casts if statistics is not None else {}) + self._live_casts
         return SyncReport(
             version=version,
             tensors_sent=len(manifest.names),
             tensors_loaded=self._delivered if session is None else session.loaded,
-            tensors_expected=len(manifest.names) if expected is None else len(expected),
-            parameters=len(manifest.names) - aliases - buffers,
-            buffers=buffers,
-            aliases=aliases,
+            tensors_expected=len(manifest.names) if expected is None else expected,
+            parameters=len(manifest.names) - manifest.aliases - manifest.buffer_count,
+            buffers=manifest.buffer_count,
+            aliases=manifest.aliases,
             skipped_buffers=len(statistics.skipped_buffers) if statistics is not None else 0,
             nbytes=manifest.nbytes,
             seconds=dict(self._seconds),
@@ -250,6 +250,12 @@ class Update:
             tensors_verified=len(verification.names),
             casts={f"{_short(a)}->{_short(b)}": count for (a, b), count in casts.items()},
         )
+
+    def _expected_count(self) -> int | None:
+        if hasattr(self._receiver, "expected_count"):
+            return int(self._receiver.expected_count())
+        expected = _call(self._receiver, "expected")
+        return None if expected is None else len(expected)
 
 
 def _call(target: object, method: str) -> Any:

@@ -57,6 +57,8 @@ class ReadBackCheck:
             pieces: Name -> what is sent.
             scanned: A scan of `pieces` in this order, whose fingerprints are used where it has them.
         """
+        if not self._wanted:
+            return
         begin = time.perf_counter()
         known = scanned.known() if scanned is not None else set()
         kept: dict[int, str] = {}

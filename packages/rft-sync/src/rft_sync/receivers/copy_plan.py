@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rft_sync.parameters import Bucket
+from rft_sync.parameters import Bucket, ParamMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,17 @@ class ResolvedPlan:
     def fits(self, model: nn.Module) -> bool:
         """Whether `model` still has its parameters where they were."""
         return self.addresses == _addresses(model) and self.plan.fits(model)
+
+    def takes(self, metadata: Sequence[ParamMeta], tensors: Mapping[str, Tensor]) -> bool:
+        """Whether every tensor is dense, on the engine's device, and rounded once on its way."""
+        for meta in metadata:
+            tensor = tensors[meta.name]
+            for _, target in self.targets.get(meta.name, ()):
+                if not tensor.is_contiguous() or tensor.device != target.device:
+                    return False
+                if target.dtype != meta.dtype and tensor.dtype != meta.dtype:
+                    return False
+        return True
 
     def pairs(self, name: str, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(piece of `tensor`, view of the engine) for every copy of the sent tensor `name`, which is dense."""

@@ -154,11 +154,11 @@ class UpdateSession:
         """
         if self._manifest is None:
             raise EngineNotReady(f"{self._owner} got a bucket outside an update; call start(manifest) first")
-        names = list(names)
-        unknown = sorted(set(names) - set(self._manifest.names))
+        new = self._manifest.known if names is self._manifest.names else set(names)
+        unknown = sorted(new - self._manifest.known)
         if unknown:
             raise UnknownTensor(f"{self._owner} got tensors that the manifest does not list: {unknown}", unknown)
-        self._loaded.update(names)
+        self._loaded.update(new)
 
     def check_complete(self) -> None:
         """All of the manifest was loaded.
@@ -169,8 +169,8 @@ class UpdateSession:
         """
         if self._manifest is None:
             raise EngineNotReady(f"{self._owner} has no open update to finish; call start(manifest) first")
-        absent = [name for name in self._manifest.names if name not in self._loaded]
-        if absent:
+        if len(self._loaded) < len(self._manifest.known):  # only names of the manifest are counted
+            absent = [name for name in self._manifest.names if name not in self._loaded]
             raise UnknownTensor(
                 f"{self._owner} was promised {len(self._manifest.names)} tensors and got {len(self._loaded)}; "
                 f"absent: {absent}",

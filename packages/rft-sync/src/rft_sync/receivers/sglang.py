@@ -66,17 +66,26 @@ class SGLangReceiver:
         """Check that the engine is idle; nothing is written.
 
         Raises:
-            EngineNotReady: Requests are running, or an update is open.
+            EngineNotReady: Requests are running, an update is open, or the engine does not answer.
             UnsupportedCombination: An adapter for an engine that cannot load one from memory.
         """
         self.session.require_full(manifest)
         takes_adapters = self._engine is None or hasattr(self._engine, "load_lora_adapter_from_tensors")
         if manifest.kind == "adapter" and not takes_adapters:
             raise UnsupportedCombination("adapter-only sync and a SGLang without load_lora_adapter_from_tensors")
-        if self.flush and self._engine is not None and not _accepted(self._engine.flush_cache())[0]:
+        if self.flush and self._engine is not None and not self._idle():
             raise EngineNotReady("SGLang does not flush its cache: requests are running; finish or abort them first")
         self.session.open(manifest)
         self._adapter, self._noted = {}, {}
+
+    def _idle(self) -> bool:
+        """SGLang flushes its cache only while nothing runs."""
+        try:
+            return _accepted(self._engine.flush_cache())[0]  # type: ignore[union-attr]
+        except Exception as error:
+            raise EngineNotReady(
+                f"the SGLang engine does not answer ({type(error).__name__}: {error}); create a new one, connect again"
+            ) from error
 
     def load(self, bucket: Bucket) -> None:
         """Send one bucket.

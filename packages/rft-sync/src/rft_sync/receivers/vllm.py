@@ -15,6 +15,7 @@ from rft_sync.errors import (
     UnsupportedCombination,
     WeightSyncError,
 )
+from rft_sync.live import tensor_trace
 from rft_sync.manifest import Manifest
 from rft_sync.parameters import Bucket, ParamMeta
 from rft_sync.receivers.copy_plan import CopyRecorder, ResolvedPlan
@@ -59,7 +60,10 @@ class VLLMReceiver:
         self.session = UpdateSession("VLLMReceiver")
         self.plan_refusal = ""
         self._plan: ResolvedPlan | None = None
+        self._plan_trace: object = None
         self._copies = LiveCopies()
+        self._checked: Manifest | None = None
+        self._taken: tuple[object, object] = (None, None)
         self._recorder: CopyRecorder | None = None
         self._writing = False
         self._written: set[str] | None = set()
@@ -138,8 +142,9 @@ class VLLMReceiver:
         if manifest.kind == "adapter":
             if getattr(self._config, "lora_config", None) is None:
                 raise UnsupportedCombination("adapter-only sync and a vLLM engine without enable_lora=True")
-        else:
+        elif manifest is not self._checked:
             check_vocabulary(manifest, self._config.model_config.get_vocab_size())
+            self._checked = manifest
         self.session.open(manifest)
         self._writing, self._written = False, set()
         if manifest.kind == "adapter":
@@ -173,19 +178,30 @@ class VLLMReceiver:
         self._layerwise = not (fills_live_layout(model, self._config) if live is None else live)
         if self._layerwise:
             self.plan_refusal = "the live layout is not the loader's; a layerwise reload is used"
-            self._plan = self._recorder = None
+            self._hold(None)
+            self._recorder = None
             _reload_module().initialize_layerwise_reload(model)
         elif self._fitting_plan(model) is None:
             self._recorder = CopyRecorder(model) if not self.plan_refusal else None
 
     def _fitting_plan(self, model: nn.Module) -> ResolvedPlan | None:
         """The recorded plan for `model` as it is now; one for another layout is forgotten."""
-        if self._plan is not None and not self._plan.fits(model):
-            plan, self._plan = self._plan.plan, None
+        if self._plan is None:
+            return None
+        trace = tensor_trace(model)
+        if trace == self._plan_trace:
+            return self._plan
+        if not self._plan.fits(model):
+            plan = self._plan.plan
             self._copies.forget()
-            if plan.fits(model):  # same parameters at other addresses
-                self._plan = plan.resolve(model)
+            # The same parameters at other addresses, or another layout.
+            self._hold(plan.resolve(model) if plan.fits(model) else None)
+        self._plan_trace = trace
         return self._plan
+
+    def _hold(self, plan: ResolvedPlan | None) -> None:
+        """From now on this plan, of which nothing is known yet."""
+        self._plan, self._plan_trace, self._taken = plan, None, (None, None)
 
     def takes_live(self, metadata: Sequence[ParamMeta], tensors: Mapping[str, Tensor]) -> bool:
         """Whether there is a plan, and every tensor is dense, on the engine's device, and rounded once on its way.
@@ -197,13 +213,11 @@ class VLLMReceiver:
         plan = self._fitting_plan(self._model())
         if plan is None or self._recorder is not None:
             return False
-        for meta in metadata:
-            for _, target in plan.targets.get(meta.name, ()):
-                tensor = tensors[meta.name]
-                if not tensor.is_contiguous() or tensor.device != target.device:
-                    return False
-                if target.dtype != meta.dtype and tensor.dtype != meta.dtype:
-                    return False
+        asked = metadata, getattr(tensors, "token", None)
+        known = asked[1] is not None and all(old is new for old, new in zip(self._taken, asked, strict=True))
+        if not known and not plan.takes(metadata, tensors):
+            return False
+        self._taken = asked
         return True
 
     def load_live(self, tensors: Mapping[str, Tensor]) -> None:
@@ -274,7 +288,10 @@ class VLLMReceiver:
         assert manifest is not None  # check_complete refuses otherwise
         with preserved_random_state(), torch.no_grad(), self._engine_context():
             if manifest.kind == "adapter":
-                self._adapter.apply(self._engine(), manifest)
+                from safetensors.torch import save_file
+                from vllm.lora.request import LoRARequest
+
+                self._adapter.apply(self._engine(), manifest, LoRARequest, save_file)
             else:
                 self._finish_weights(self._model())
                 self._adapter.drop(self._engine())
@@ -292,7 +309,7 @@ class VLLMReceiver:
         self._check_all_written(model)
         if self._recorder is not None:
             plan = self._recorder.plan()
-            self._plan = plan.resolve(model) if plan is not None else None
+            self._hold(plan.resolve(model) if plan is not None else None)
             self.plan_refusal = self._recorder.refusal
             self._recorder = None
 
@@ -326,7 +343,8 @@ class VLLMReceiver:
             with preserved_random_state(), torch.no_grad(), self._engine_context():
                 # Puts the kernels' tensors back in place, with undefined content, so that the next update can begin.
                 _reload_module().finalize_layerwise_reload(self._model(), self._config.model_config)
-        self._plan = self._recorder = None
+        self._hold(None)
+        self._recorder = None
         self._copies.forget()
         self._adapter.forget()
         self._writing = False

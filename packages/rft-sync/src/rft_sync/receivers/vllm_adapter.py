@@ -3,7 +3,7 @@
 import json
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,28 +150,37 @@ class EngineAdapter:
         """Forget what was taken and not applied."""
         self._factors = {}
 
-    def apply(self, engine: Any, manifest: Manifest) -> None:
+    def apply(
+        self,
+        engine: Any,
+        manifest: Manifest,
+        request: Callable[..., Any],
+        save: Callable[[dict[str, Tensor], str], object],
+    ) -> None:
         """Write PEFT files to memory-backed storage and load them in place under the one name.
+
+        Args:
+            engine: vLLM's engine.
+            manifest: What was sent.
+            request: vLLM's `LoRARequest`.
+            save: Writes tensors to a file of that name, as safetensors.
 
         Raises:
             EngineRefused: vLLM did not take them.
         """
-        from safetensors.torch import save_file
-        from vllm.lora.request import LoRARequest
-
         shared = Path("/dev/shm")
         with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
-            save_file(self._factors, str(Path(folder) / "adapter_model.safetensors"))
+            save(self._factors, str(Path(folder) / "adapter_model.safetensors"))
             (Path(folder) / "adapter_config.json").write_text(manifest.adapter_config or "{}")
             fields = {"lora_name": "policy", "lora_int_id": _ADAPTER_ID, "lora_path": folder}
-            if self.request is not None and "load_inplace" not in struct_fields(LoRARequest):
+            if self.request is not None and "load_inplace" not in struct_fields(request):
                 engine.remove_lora(_ADAPTER_ID)
-            inplace = {"load_inplace": True} if "load_inplace" in struct_fields(LoRARequest) else {}
-            if not engine.add_lora(LoRARequest(**fields, **inplace)):
+            inplace = {"load_inplace": True} if "load_inplace" in struct_fields(request) else {}
+            if not engine.add_lora(request(**fields, **inplace)):
                 rank = json.loads(manifest.adapter_config or "{}").get("r")
                 raise EngineRefused(f"vLLM did not take the adapter (rank {rank}); check max_lora_rank and max_loras")
         # The adapter stays loaded under its id; a request that reloads would look for the folder.
-        self.request = LoRARequest(**fields)
+        self.request = request(**fields)
         self._factors = {}
 
     def drop(self, engine: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rft_sync.errors import ShapeMismatch, UnknownTensor, WeightSyncError
 from rft_sync.gathering import BucketGatherer, GatherRequest
-from rft_sync.live import LiveTensor, check_sendable, same_memory
+from rft_sync.live import LiveTensor, LiveTensors, check_sendable, same_memory
 from rft_sync.naming import NameUnit, checkpoint_units, fp32_patterns, matches_any
 from rft_sync.parameters import ParamMeta
 from rft_sync.partition import Placement, Whole, placement_of
@@ -95,6 +95,8 @@ class CheckpointSource:
         self._keep_fp32 = tuple(keep_fp32)
         self._gatherer = BucketGatherer(direct_bytes=direct_bytes, wire_bytes=wire_bytes)
         self._plan: _Plan | None = None
+        self._readers: list[tuple[str, Callable[[], Tensor]]] | None = None
+        self._token: object = None
         self._skipped: tuple[str, ...] = ()
         self._open = False
 
@@ -130,24 +132,15 @@ class CheckpointSource:
         finally:
             self._open = False
 
-    def live(self) -> dict[str, Tensor] | None:
+    def live(self) -> LiveTensors | None:
         """Name -> live tensor in its own dtype, aliases left out; None where a tensor must be gathered or computed.
 
         No communication. The tensors are the trainer's own and stay so until its next step.
         """
         plan = self._plan or self._current_plan()
-        found: dict[str, Tensor] = {}
-        for meta in plan.metadata:
-            if meta.alias_of is not None:
-                continue
-            unit = plan.unit_of[meta.name]
-            placement = plan.placements[unit.live[0]][0]
-            if plan.exports[unit.live[0]].combine is not None or unit.convert is not None:
-                return None
-            if not isinstance(placement, Whole):
-                return None
-            found[meta.name] = placement.read()
-        return found
+        if self._readers is None:
+            self._readers, self._token = _readers(plan), object()
+        return LiveTensors(((name, read()) for name, read in self._readers), self._token) if self._readers else None
 
     def live_parameters(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
         """Of `live()`, the parameters: name -> (parameter, its tensor on this rank). Empty where `live()` is None."""
@@ -206,7 +199,7 @@ class CheckpointSource:
         traced = self._trace() if self._trace is not None else None
         if self._plan is not None and traced is not None and traced == self._traced:
             return self._plan
-        self._traced = traced
+        self._traced, self._readers = traced, None
         exports, skipped = self._exports()
         self._skipped = tuple(skipped)
         shapes: dict[str, tuple[int, ...]] = {}
@@ -270,6 +263,22 @@ class CheckpointSource:
         if live is torch.float32 and any(matches_any(name, kept) for name in names):
             return live
         return policy
+
+
+def _readers(plan: _Plan) -> list[tuple[str, Callable[[], Tensor]]]:
+    """How each tensor that is sent is read where it lies; empty where one must be gathered or computed."""
+    found: list[tuple[str, Callable[[], Tensor]]] = []
+    for meta in plan.metadata:
+        if meta.alias_of is not None:
+            continue
+        unit = plan.unit_of[meta.name]
+        placement = plan.placements[unit.live[0]][0]
+        if plan.exports[unit.live[0]].combine is not None or unit.convert is not None:
+            return []
+        if not isinstance(placement, Whole):
+            return []
+        found.append((meta.name, placement.read))
+    return found
 
 
 def _tie_pattern(ties: Mapping[str, object]) -> tuple[int, ...]:

@@ -1,23 +1,29 @@
 """The GSM8K result on one GPU, seed by seed: base, warm start and reinforcement, and the control beside them.
 
     python benchmarks/gsm8k_gpu.py --train gsm8k/train.jsonl --test gsm8k/test.jsonl --seeds 1 \\
-        [--stages base reinforcement control] [--output runs/gsm8k] [--limit_seconds 560] [-- flags of apps/gsm8k]
+        [--stages base reinforcement control] [--at_once 3] [--output runs/gsm8k] [--limit_seconds 560]
+        [-- flags of apps/gsm8k]
 
 Each stage is one run of apps/gsm8k with a limit on its wall clock, in OUTPUT/base or OUTPUT/seed_N/STAGE. `base`
 evaluates the model as it comes, once; `reinforcement` is the recipe smollm2-gsm8k; `control` trains on gold answers for
 as many seconds as the reinforcement of that seed took, from the same warm start. Choose settings with
 `--validation N`, which takes the last N train problems out of training and evaluates on them, not on the test file.
 
+`--at_once N` runs N seeds of a stage side by side on the device, so that each has its share of it: a rollout of a small
+model keeps one core of the host busy and the device hardly. A run's output is OUTPUT/logs/NAME.log.
+
 OUTPUT/packed has one archive for each run with all but weights, checkpoints and rollouts. Unpacked side by side they
 are what `python apps/gsm8k/card.py OUTPUT --section NAME` makes the card of.
 """
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
 import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,14 +75,21 @@ def run(stage: str, seed: int, arguments: argparse.Namespace) -> bool:
         print(f"{stage}, seed {seed}: not run, {missing}", flush=True)
         return False
     print("+", " ".join(words), flush=True)
+    folder = stage_folder(arguments.output, stage, seed)
+    name = "-".join(folder.relative_to(arguments.output).parts)
+    log = arguments.output / "logs" / f"{name}.log"
+    log.parent.mkdir(exist_ok=True)
+    # vLLM's compiled graphs: one that is being written is no good to another run that starts.
+    place = {"VLLM_CACHE_ROOT": str(arguments.output / "vllm" / str(seed))} if arguments.at_once > 1 else {}
     start = time.monotonic()
-    process = subprocess.Popen(words)
-    try:
-        code = process.wait(timeout=arguments.limit_seconds)
-    except subprocess.TimeoutExpired:
-        code = stop(process)
-    print(f"{stage}, seed {seed}: exit code {code} after {time.monotonic() - start:.0f} s", flush=True)
-    pack(stage_folder(arguments.output, stage, seed), arguments.output)
+    with log.open("wb") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **place})
+        try:
+            code = process.wait(timeout=arguments.limit_seconds)
+        except subprocess.TimeoutExpired:
+            code = stop(process)
+    print(f"{stage}, seed {seed}: exit code {code} after {time.monotonic() - start:.0f} s, {log}", flush=True)
+    pack(folder, name, arguments.output)
     return code == 0
 
 
@@ -91,12 +104,12 @@ def stop(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
 
 
-def pack(folder: Path, output: Path) -> None:
+def pack(folder: Path, name: str, output: Path) -> None:
     """Everything of a run that is small, in one archive with its place below `output`."""
     if not folder.is_dir():
         return
     place = folder.relative_to(output)
-    archive = output / "packed" / ("-".join(place.parts) + ".tar.gz")
+    archive = output / "packed" / f"{name}.tar.gz"
     archive.parent.mkdir(exist_ok=True)
     with tarfile.open(archive, "w:gz") as packed:
         for file in sorted(file for file in folder.rglob("*") if file.is_file()):
@@ -143,6 +156,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--test", type=Path, required=True, help="GSM8K's test.jsonl")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=["reinforcement", "control"])
+    parser.add_argument("--at_once", type=int, default=1, help="seeds of a stage that run side by side")
     parser.add_argument("--output", type=Path, default=Path("runs/gsm8k"))
     parser.add_argument("--limit_seconds", type=float, default=560.0, help="wall clock of each stage")
     parser.add_argument("--validation", type=int, default=0, help="train problems to evaluate on instead of the test")
@@ -157,9 +171,12 @@ def main() -> int:
     arguments = parse()
     arguments.output.mkdir(parents=True, exist_ok=True)
     arguments.data = cut_data(arguments)
-    plan = [(stage, seed) for seed in arguments.seeds for stage in STAGES if stage in arguments.stages]
-    # The base model is the same for every seed.
-    done = [run(stage, seed, arguments) for stage, seed in plan if stage != "base" or seed == arguments.seeds[0]]
+    done = []
+    for stage in (stage for stage in STAGES if stage in arguments.stages):
+        # The base model is the same for every seed.
+        seeds = arguments.seeds[:1] if stage == "base" else arguments.seeds
+        with ThreadPoolExecutor(arguments.at_once) as workers:
+            done += workers.map(lambda seed, stage=stage: run(stage, seed, arguments), seeds)
     show(arguments)
     return 0 if all(done) else 1
 

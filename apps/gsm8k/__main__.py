@@ -111,7 +111,7 @@ def train(config: RFTConfig, inputs: Inputs, strategy: Strategy, *, started: flo
         tokenizer=inputs.tokenizer,
         prompts=inputs.train,
         held_out=inputs.held_out,
-        rewards=gsm8k_rewards(),
+        rewards=gsm8k_rewards(config.partial_credit),
         started=started,
     )
     trainer = build_trainer(config, strategy, ingredients)

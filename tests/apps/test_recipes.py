@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 from gsm8k_app.gold_answers import demonstrations, worked_answer
+from gsm8k_app.inputs import prepare_inputs
 from gsm8k_app.recipes import RECIPES
 
 from rft_trainer.cli import parse_config
@@ -55,6 +56,23 @@ def test_demonstrations_are_worked_answers_behind_the_prompts_of_training(model,
     assert tokenizer.decode(example.response_ids) == "2 + 3 = 5\n#### 5<|im_end|>"
     assert tokenizer.decode(example.prompt_ids).endswith("user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n")
     assert "Count." in tokenizer.decode(example.prompt_ids)
+
+
+def test_rollouts_are_made_for_short_answers_and_scored_by_their_calculations_where_asked(model, tmp_path):
+    rows = [
+        {"question": "long?", "answer": "so " * 30 + "2 + 3 = <<2+3=5>>5\n#### 5"},
+        {"question": "2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
+    ]
+    config = settings(model, tmp_path / "rows.jsonl", rows, eval_dataset=str(tmp_path / "rows.jsonl"))
+    assert [p.record.reference for p in prepare_inputs(config).train] == ["5", "5"]
+    inputs = prepare_inputs(replace(config, reference_max_len=40, partial_credit=0.5))
+    assert [p.record.reference for p in inputs.train] == [rows[1]["answer"]]
+    (held_out,) = inputs.held_out.values()
+    assert [p.record.reference for p in held_out] == [row["answer"] for row in rows]
+    with pytest.raises(ConfigurationError, match=r"reference_max_len is 1, and the shortest of 2 gold answers has \d+"):
+        prepare_inputs(replace(config, reference_max_len=1))
+    # What is demonstrated is not cut.
+    assert demonstrations(replace(config, reference_max_len=40, generate_max_len=400), model).left_out == 0
 
 
 def test_bare_answers_and_schedules_that_do_not_fit_are_refused(model, tmp_path):

@@ -1,20 +1,11 @@
 """What a warm start imitates: the data set's own worked answers."""
 
-import re
-
-from gsm8k_app.inputs import records_of
+from gsm8k_app.inputs import records_of, worked_answer
 from rft_trainer.config import RFTConfig
 from rft_trainer.data import DataSource, Demonstrations, PromptDataset, encode_demonstrations, parse_sources
 from rft_trainer.errors import ConfigurationError
 from rft_trainer.models import load_tokenizer
 from rft_trainer.warm_start import warm_start_steps
-
-_CALCULATOR = re.compile(r"<<[^<>]*>>")
-
-
-def worked_answer(text: str) -> str:
-    """A gold answer as a person would write it: without GSM8K's calculator marks `<<48/2=24>>`."""
-    return _CALCULATOR.sub("", text).strip()
 
 
 def demonstrations(config: RFTConfig, model_folder: str) -> Demonstrations:

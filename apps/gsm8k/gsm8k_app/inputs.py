@@ -1,5 +1,6 @@
 """Model, tokenizer and problems of a run, read and checked on every rank before any process talks to another."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -29,6 +30,7 @@ Split = Literal["train", "test"]
 COUNTS: dict[Split, int] = {"train": 2048, "test": 512}
 # Problems are the same in every run; the run's seed orders them.
 GENERATOR_SEED = 0
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +81,29 @@ def held_out_sets(config: RFTConfig, tokenizer: Any) -> dict[str, Sequence[Encod
 
 
 def _prompts(config: RFTConfig, source: DataSource, split: Split, tokenizer: Any) -> PromptDataset:
-    records = records_of(config, source, split, parse=gold_answer)
+    records = records_of(config, source, split, parse=gold_text if config.partial_credit else gold_answer)
+    if split == "train" and config.reference_max_len is not None:
+        worked = records_of(config, source, split, parse=worked_answer)
+        records = _with_short_answers(records, worked, tokenizer, config.reference_max_len)
     return PromptDataset(
         records[: config.eval_limit] if split == "test" else records,
         tokenizer,
         max_prompt_tokens=config.prompt_max_len,
     )
+
+
+def _with_short_answers(
+    records: Sequence[PromptRecord], worked: Sequence[PromptRecord], tokenizer: Any, limit: int
+) -> list[PromptRecord]:
+    """The records whose worked gold answer has at most `limit` tokens."""
+    lengths = [len(tokenizer(record.reference or "", add_special_tokens=False)["input_ids"]) for record in worked]
+    kept = [record for record, length in zip(records, lengths, strict=True) if length <= limit]
+    if not kept:
+        raise ConfigurationError(
+            f"reference_max_len is {limit}, and the shortest of {len(lengths)} gold answers has {min(lengths)} tokens: "
+            "raise it, or leave it out"
+        )
+    return kept
 
 
 def with_model_folder(config: RFTConfig) -> RFTConfig:
@@ -153,6 +172,16 @@ def _check_labels(records: Sequence[PromptRecord]) -> None:
             )
 
 
+def worked_answer(text: str) -> str:
+    """A gold answer as a person would write it: without GSM8K's calculator marks `<<48/2=24>>`."""
+    return _CALCULATOR.sub("", text).strip()
+
+
 def gold_answer(text: str) -> str | None:
     """The number behind `####`, or a bare answer as it is; None when a marker has no number behind it."""
     return extract_gsm8k(text, "strict") if "####" in text else text.strip() or None
+
+
+def gold_text(text: str) -> str | None:
+    """The whole gold answer, calculations and all, where `gold_answer` finds a number in it."""
+    return None if gold_answer(text) is None else text.strip()

@@ -11,6 +11,8 @@ from rft_trainer.config.ranges import below
 class RewardOptions:
     """From a response's score to its reward: penalties, normalisation, divergence from the reference."""
 
+    partial_credit: float = 0.0
+    """Weight of the app's score for right parts of an answer, beside the one for the answer; 0: the answer alone."""
     init_kl_coef: float = 0.0
     """Weight of the KL divergence from the reference; 0: no reference is loaded."""
     kl_estimator: str = "k3"
@@ -33,7 +35,7 @@ class RewardOptions:
     """Bound on the size of a reward, after normalisation."""
 
     def _reward_problems(self) -> list[str]:
-        problems = below(self, 0, "init_kl_coef", "overlong_buffer", "overlong_factor", "reward_clip")
+        problems = below(self, 0, "partial_credit", "init_kl_coef", "overlong_buffer", "overlong_factor", "reward_clip")
         if self.kl_target is not None and (self.kl_target <= 0 or self.kl_horizon <= 0):
             problems.append(f"kl_target is {self.kl_target} and kl_horizon is {self.kl_horizon}: give numbers above 0")
         for name, asked in (("kl_in_reward", self.kl_in_reward), ("kl_target", self.kl_target is not None)):

@@ -18,6 +18,9 @@ class SamplingOptions:
     """Groups with a lower mean score are too hard and left out; none: no bound."""
     highest_group_score: float | None = None
     """Groups with a higher mean score are too easy and left out; none: no bound."""
+    reference_max_len: int | None = None
+    """Sample for problems alone whose gold answer has at most so many tokens: where it is worked out, short ones are
+    easy ones. A warm start still takes all. None: all."""
     first_token_temperature: float | None = None
     """Sampling temperature of each response's first token (FIRE); none: temperature."""
     partial_rollout_tokens: int | None = None
@@ -27,6 +30,7 @@ class SamplingOptions:
 
     def _sampling_problems(self) -> list[str]:
         problems = below(self, 1, "dynamic_sampling_rounds", "partial_rollout_tokens", "partial_rollout_staleness")
+        problems += below(self, 1, "reference_max_len")
         for name in ("lowest_group_score", "highest_group_score"):
             if getattr(self, name) is not None and not self.dynamic_sampling:
                 problems.append(

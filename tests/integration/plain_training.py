@@ -1,15 +1,16 @@
 """Training runs of a tiny model on made prompts, for tests that look at what is saved, resumed and spread."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from integration.made_prompts import low_bytes, made_prompts, whole_weights
 from rft_engines import EngineConfig
-from rft_rewards import RewardComputationEngine, RewardRecipe
+from rft_rewards import RewardComputationEngine, RewardRecipe, RewardSample
+from rft_sync import source_for
 from rft_trainer.checkpoint import resolve_resume
 from rft_trainer.config import RFTConfig
+from rft_trainer.data import PromptDataset, RecordFields
 from rft_trainer.models import Actor, load_causal_model, load_tokenizer
 from rft_trainer.session import Ingredients, build_trainer
 from rft_trainer.strategy import get_strategy
@@ -18,6 +19,11 @@ PROMPTS = 6
 
 Watch = Callable[[Any, int, int], None]
 """Called with (trainer, rank, step) when the rollouts of a step are about to be kept."""
+
+
+def low_bytes(samples: Sequence[RewardSample]) -> list[float]:
+    """A reward that a random byte model can move: the share of token ids below 128."""
+    return [sum(i < 128 for i in s.response_ids) / max(1, len(s.response_ids)) for s in samples]
 
 
 def config(folder, output, **changes):
@@ -50,7 +56,9 @@ def stop_at(wanted, trainer, rank, step):
 def train(rank, world, settings, watch: Watch | None = None):
     """Run the trainer to its end; (weights version, full weights, texts of the last rollout). None after StopError."""
     tokenizer = load_tokenizer(settings.pretrain)
-    prompts = made_prompts(tokenizer, PROMPTS)
+    fields = RecordFields(reference_key=None)
+    records = [fields.record({"question": f"say {i}"}, f"made:{i}") for i in range(PROMPTS)]
+    prompts = PromptDataset(records, tokenizer, max_prompt_tokens=200)
     with get_strategy(settings).setup_distributed() as strategy:
         strategy.on_main(lambda: settings.output_dir.mkdir(parents=True, exist_ok=True))
         actor = strategy.prepare(Actor(load_causal_model(settings.pretrain)))
@@ -77,7 +85,11 @@ def train(rank, world, settings, watch: Watch | None = None):
             trainer.fit()
         except StopError:
             return None
-        return trainer.runtime.weights_version, whole_weights(actor.checkpoint_module), texts[-1]
+        source = source_for(actor.checkpoint_module)
+        names = [meta.name for meta in source.metadata()]
+        with source.gather(names) as tensors:
+            weights = {name: tensors[name].detach().clone() for name in names}
+        return trainer.runtime.weights_version, weights, texts[-1]
 
 
 def train_in_turn(rank, world, plans):

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from integration.lora_training import ROWS, weighted_loss
-from integration.made_prompts import low_bytes, made_prompts
-from integration.plain_training import config
+from integration.plain_training import config, low_bytes
 from rft_dist import ParallelLayout, build_rollout_groups
 from rft_dist.testing import run_ranks
 from rft_engines import EngineConfig, EngineState, GenerationRequest, HFEngine, SamplingParams
 from rft_rewards import RewardComputationEngine, RewardRecipe
 from rft_sync import ModuleReceiver, WeightSyncError
 from rft_trainer.config import OptimizerConfig
+from rft_trainer.data import PromptDataset, RecordFields
 from rft_trainer.models import Actor, AdapterConfig, load_causal_model, load_tokenizer, padded_layout
 from rft_trainer.optim import AdamWConfig
 from rft_trainer.roles import build_initial_model, build_policy
@@ -131,7 +131,9 @@ def loop(rank, world, runs):
 
 def one_run(settings):
     tokenizer = load_tokenizer(settings.pretrain)
-    prompts = made_prompts(tokenizer, 4)
+    fields = RecordFields(reference_key=None)
+    records = [fields.record({"question": f"say {i}"}, f"made:{i}") for i in range(4)]
+    prompts = PromptDataset(records, tokenizer, max_prompt_tokens=200)
     with get_strategy(settings).setup_distributed() as strategy:
         strategy.on_main(lambda: settings.output_dir.mkdir(parents=True, exist_ok=True))
         actor = strategy.prepare(build_policy(settings, settings.pretrain, bf16=False))

@@ -49,35 +49,14 @@ def trained_and_exported(rank, world, folder, output):
         return weights
 
 
-def there_and_back(rank, world, folder, output, *strategy):
-    """Exit codes of the command: a checkpoint of a folder, and a folder of that checkpoint."""
-    made = convert.main(["--device", "cpu", *strategy, "--from_model", folder, "--output_dir", output])
-    config = ["--config", f"{output}/config.json"]
-    return made, convert.main([*config, "--resume_from", f"{output}/checkpoints/step_000000"])
-
-
-def exported_and_there_and_back(rank, world, folder, place):
-    """Both by the same processes."""
-    weights = trained_and_exported(rank, world, folder, f"{place}/trained")
-    return weights, there_and_back(rank, world, folder, f"{place}/run", "--fsdp")
-
-
-@pytest.fixture(scope="module")
-def two_processes(folder, tmp_path_factory):
-    """(folder of `trained` and `run`, results by rank)."""
-    place = tmp_path_factory.mktemp("two_processes")
-    return place, run_ranks(exported_and_there_and_back, 2, folder, str(place), timeout_seconds=500)
-
-
 def greedy(model, tokens=12):
     ids = torch.tensor([[72, 101, 108]])
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False).tolist()
 
 
-def test_an_exported_folder_is_the_trained_model(folder, two_processes):
-    place, ((weights, _), _) = two_processes
-    output = place / "trained"
-    exported = load_causal_model(str(output / "model"))
+def test_an_exported_folder_is_the_trained_model(folder, tmp_path):
+    weights = run_ranks(trained_and_exported, 2, folder, str(tmp_path), timeout_seconds=500)[0]
+    exported = load_causal_model(str(tmp_path / "model"))
     before = load_causal_model(folder)
     expected = load_causal_model(folder)
     expected.load_state_dict(weights, strict=False)
@@ -87,35 +66,31 @@ def test_an_exported_folder_is_the_trained_model(folder, two_processes):
     assert not torch.equal(found["model.norm.weight"], dict(before.named_parameters())["model.norm.weight"])
     assert greedy(exported) == greedy(expected)
     assert exported.generation_config.max_length == 77
-    assert load_tokenizer(str(output / "model")).chat_template == load_tokenizer(folder).chat_template
-    files = sorted((output / "model").glob("*.safetensors"))
+    assert load_tokenizer(str(tmp_path / "model")).chat_template == load_tokenizer(folder).chat_template
+    files = sorted((tmp_path / "model").glob("*.safetensors"))
     largest = max(tensor.nbytes for tensor in weights.values())
     assert len(files) > 3
     # Never more than one file at a time, each within the limit unless one tensor or one fused group is larger.
     assert max(file.stat().st_size for file in files) < max(FILE_BYTES, 3 * largest)
-    command = [sys.executable, "-m", "rft_trainer.convert", "--config", output / "config.json", "--device", "cpu"]
-    command += ["--resume_from", output / "checkpoints" / "step_000001"]
+    command = [sys.executable, "-m", "rft_trainer.convert", "--config", tmp_path / "config.json", "--device", "cpu"]
+    command += ["--resume_from", tmp_path / "checkpoints" / "step_000001"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
-    converted = dict(load_causal_model(str(output / "model_step_000001")).named_parameters())
+    converted = dict(load_causal_model(str(tmp_path / "model_step_000001")).named_parameters())
     assert all(torch.equal(converted[name], weights[name]) for name in weights)
 
 
-def test_a_folder_that_becomes_a_checkpoint_and_a_folder_again_is_the_same(folder, two_processes):
-    place, results = two_processes
-    assert [codes for _, codes in results] == [(0, 0), (0, 0)]
-    assert_same_folder(folder, place / "run")
+def there_and_back(rank, world, folder, output, *strategy):
+    """Exit codes of the command: a checkpoint of a folder, and a folder of that checkpoint."""
+    made = convert.main(["--device", "cpu", *strategy, "--from_model", folder, "--output_dir", output])
+    config = ["--config", f"{output}/config.json"]
+    return made, convert.main([*config, "--resume_from", f"{output}/checkpoints/step_000000"])
 
 
-@pytest.mark.slow
-def test_a_folder_that_becomes_a_checkpoint_of_zero_and_a_folder_again_is_the_same(folder, tmp_path):
+@pytest.mark.parametrize("strategy", [("--fsdp",), pytest.param(("--zero_stage", "3"), marks=pytest.mark.slow)])
+def test_a_folder_that_becomes_a_checkpoint_and_a_folder_again_is_the_same(folder, tmp_path, strategy):
     output = tmp_path / "run"
-    codes = run_ranks(there_and_back, 2, folder, str(output), "--zero_stage", "3", timeout_seconds=500)
-    assert codes == [(0, 0), (0, 0)]
-    assert_same_folder(folder, output)
-
-
-def assert_same_folder(folder, output):
+    assert run_ranks(there_and_back, 2, folder, str(output), *strategy, timeout_seconds=500) == [(0, 0), (0, 0)]
     assert (output / "checkpoints" / "latest").read_text() == "step_000000"
     state = read_manifest(output / "checkpoints" / "step_000000")
     assert (state.step, state.world_size, state.sampler, state.update) == (0, 2, {}, {})

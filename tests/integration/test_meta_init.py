@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
-from integration.made_prompts import whole_weights
 from integration.test_backends import loss_of, optimizer, rows
 from rft_dist.testing import run_ranks
+from rft_sync import source_for
 from rft_trainer.models import Actor, Critic, load_causal_model
 from rft_trainer.strategy import FSDPBackend, fsdp
 from rft_trainer.strategy.residency import distinct_storages
@@ -55,6 +55,13 @@ class Watch:
         return max(self.readings) - self.before
 
 
+def whole(module):
+    source = source_for(module)
+    names = [meta.name for meta in source.metadata()]
+    with source.gather(names) as tensors:
+        return {name: tensors[name].detach().clone() for name in names}
+
+
 def build(rank, world, folders, options):
     """By tie: peak bytes of the deferred path, bytes at rest, whether all numbers are those of the plain path."""
     found = {}
@@ -83,7 +90,7 @@ def build(rank, world, folders, options):
             backend.backward(state, loss_of(state.module, ids, weights), last=True)
             norms.append(backend.optimizer_step(state).grad_norm)
         seen["norms"] = norms
-        left, right = (whole_weights(state.checkpoint_module) for state in states)
+        left, right = (whole(state.checkpoint_module) for state in states)
         assert all(torch.equal(left[name], right[name]) for name in right)
         found[tie] = seen
     critic = FSDPBackend(CPU, **options).prepare(Critic(load_causal_model(folders[True], deferred=True)), optimizer())

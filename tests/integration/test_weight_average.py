@@ -1,17 +1,18 @@
 """The moving average of the actor: right numbers, evaluated and exported in its place, and kept over a resume."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from integration.made_prompts import low_bytes, made_prompts
 from rft_dist.testing import run_ranks
 from rft_engines import EngineConfig
-from rft_rewards import RewardComputationEngine, RewardRecipe
+from rft_rewards import RewardComputationEngine, RewardRecipe, RewardSample
 from rft_sync import source_for
 from rft_trainer.config import RFTConfig
+from rft_trainer.data import PromptDataset, RecordFields
 from rft_trainer.errors import CheckpointError
 from rft_trainer.models import Actor, load_causal_model, load_tokenizer
 from rft_trainer.session import Ingredients, build_trainer
@@ -26,6 +27,10 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def low_bytes(samples: Sequence[RewardSample]) -> list[float]:
+    return [sum(i < 128 for i in s.response_ids) / max(1, len(s.response_ids)) for s in samples]
 
 
 def config(folder, output, **changes):
@@ -53,7 +58,8 @@ def weight_of(module):
 def train(rank, world, settings):
     """(the weight before and after each step, what the engine held in each evaluation, the average at the end)."""
     tokenizer = load_tokenizer(settings.pretrain)
-    prompts = made_prompts(tokenizer, 4)
+    records = [RecordFields(reference_key=None).record({"question": f"say {i}"}, f"made:{i}") for i in range(4)]
+    prompts = PromptDataset(records, tokenizer, max_prompt_tokens=200)
     with get_strategy(settings).setup_distributed() as strategy:
         strategy.on_main(lambda: settings.output_dir.mkdir(parents=True, exist_ok=True))
         actor = strategy.prepare(Actor(load_causal_model(settings.pretrain)))

@@ -108,8 +108,9 @@ def test_fsdp_and_zero_2_in_bf16_have_one_gradient(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 4])
 def test_every_stage_that_adds_up_in_fp32_has_the_gradient_of_fsdp(folder, world):
+    """ZeRO 2 divides by the number of ranks in bfloat16, which is exact for powers of two alone."""
     exact, results = compare(folder, world, IN_FP32)
     assert_one_loss(results, exact)
     for kind, (gradients, _) in results.items():

@@ -50,7 +50,7 @@ class DeepspeedBackend:
         device: of this rank.
         stage: of ZeRO; 0 is plain data parallelism.
         bf16: compute in bfloat16; DeepSpeed keeps fp32 masters. Gradients are reduced over the ranks in fp32, and added
-            up over micro-batches in fp32 where `sums_in_fp32`.
+            up over micro-batches in fp32 where `sums_in_fp32`; stage 2 divides by the ranks in bfloat16 before that.
         adam_offload: the optimiser lives and steps on the host (stages 1 to 3).
         hpz_size: ranks of stage 3's secondary partition (ZeRO++ hpZ); 1: none.
         overlap: reduce gradients during backward; None: on a GPU.

@@ -17,6 +17,7 @@ ALL = [
     ("zero2 offload", 1),
     *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in OFFLOADED if kind != "zero2 offload"),
 ]
+LEFT_BEHIND = ["zero2", "zero3", "zero1 offload", "zero3 offload"]
 ROWS, LENGTH, PROMPT = 8, 12, 4
 NAMES = ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "model.norm.weight")
 
@@ -74,8 +75,8 @@ def full_weights(state):
         return {name: tensors[name].detach().clone() for name in NAMES}
 
 
-def train(rank, world, folder, kind, micro, steps, max_norm, poison_step):
-    backend = make_backend(kind)
+def train(rank, world, folder, kind, micro, steps, max_norm, poison_step, bf16=False):
+    backend = make_backend(kind, bf16=bf16)
     state = backend.prepare(Actor(load_causal_model(folder)), optimizer(max_norm))
     ids, weights = rows()
     mine = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
@@ -109,6 +110,21 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(folder, kind):
         assert reports[1].grad_norm == pytest.approx(norms[0], rel=1e-5)
         for name in NAMES:
             assert torch.allclose(got[name], weights[name], atol=2e-5), name
+
+
+def clean_and_skipped(rank, world, folder, kind):
+    clean = train(rank, world, folder, kind, 2, 1, 0.05, None, bf16=True)
+    return clean, train(rank, world, folder, kind, 2, 2, 0.05, 0, bf16=True)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) for k in LEFT_BEHIND] + ["zero2 offload"])
+def test_a_skipped_step_in_bf16_leaves_no_gradient_behind(folder, kind):
+    """Sums in fp32 lie beside the gradients that a skipped step forgets."""
+    for (clean, weights), (reports, got) in run_ranks(clean_and_skipped, 2, folder, kind, timeout_seconds=500):
+        assert [r.skipped for r in reports] == [True, False]
+        assert reports[1].grad_norm == pytest.approx(clean[0].grad_norm, rel=1e-6)
+        for name in NAMES:
+            assert got[name].equal(weights[name]), name
 
 
 def two_rates(rank, world, folder, kind):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from integration.kept_metrics import KeptMetrics
+from integration.made_prompts import made_prompts, whole_weights
 from rft_dist.testing import run_ranks
 from rft_engines import EngineConfig
 from rft_rewards import RewardComputationEngine, RewardRecipe, RewardSample
-from rft_sync import BroadcastManager, source_for
+from rft_sync import BroadcastManager
 from rft_trainer.config import RFTConfig
-from rft_trainer.data import PromptDataset, RecordFields
 from rft_trainer.models import Actor, load_causal_model, load_tokenizer
 from rft_trainer.roles import scoring_options
 from rft_trainer.session import Ingredients, build_trainer
@@ -51,9 +51,7 @@ def config(folder, output, **changes):
 def train(rank, world, settings):
     """(metrics of each step, (group, ids, versions) of what each step trained on, weights)."""
     tokenizer = load_tokenizer(settings.pretrain)
-    fields = RecordFields(reference_key=None)
-    records = [fields.record({"question": f"say {i}"}, f"made:{i}") for i in range(24)]
-    prompts = PromptDataset(records, tokenizer, max_prompt_tokens=200)
+    prompts = made_prompts(tokenizer, 24)
     with get_strategy(settings).setup_distributed() as strategy:
         strategy.on_main(lambda: settings.output_dir.mkdir(parents=True, exist_ok=True))
         actor = strategy.prepare(Actor(load_causal_model(settings.pretrain), **scoring_options(settings)))
@@ -72,14 +70,18 @@ def train(rank, world, settings):
         )
         trainer.logger = kept = KeptMetrics()
         trainer.fit()
-        source = source_for(actor.network)
-        names = [meta.name for meta in source.metadata()]
-        with source.gather(names) as tensors:
-            return kept.steps, steps, {name: tensors[name].detach().clone() for name in names}
+        return kept.steps, steps, whole_weights(actor.network)
 
 
-def run(world, settings):
-    return run_ranks(train, world, settings, timeout_seconds=500)
+def in_turn(rank, world, plans):
+    """Several runs by the same processes."""
+    return [train(rank, world, settings) for settings in plans]
+
+
+def run(world, *plans):
+    """Results of each plan, by rank."""
+    results = run_ranks(in_turn, world, plans, timeout_seconds=500)
+    return [[of_rank[number] for of_rank in results] for number in range(len(plans))]
 
 
 def trained(results, step):
@@ -107,7 +109,7 @@ def test_dynamic_sampling_fills_the_batch_alike_on_one_and_two_ranks(folder, tmp
     alone = [results]
     # before the first step, and after each
     assert syncs == 1 + 3
-    both = run(2, config(folder, tmp_path / "two", **changes))
+    (both,) = run(2, config(folder, tmp_path / "two", **changes))
     for step in range(3):
         assert sorted(trained(both, step)) == sorted(trained(alone, step))
         groups = {}
@@ -125,16 +127,19 @@ def test_dynamic_sampling_fills_the_batch_alike_on_one_and_two_ranks(folder, tmp
 
 def test_partial_rollouts_are_bounded_in_age_and_resume(folder, tmp_path):
     changes = {"partial_rollout_tokens": 3, "partial_rollout_staleness": 1, "max_steps": 4}
-    unbroken = run(2, config(folder, tmp_path / "a", **changes))
+    saved = tmp_path / "b" / "checkpoints" / "step_000002"
+    unbroken, _, resumed = run(
+        2,
+        config(folder, tmp_path / "a", **changes),
+        config(folder, tmp_path / "b", **changes, save_steps=2),
+        config(folder, tmp_path / "b", **changes, resume_from=saved),
+    )
     spread = [[set(versions) for _, _, versions in trained(unbroken, step)] for step in range(4)]
     assert all(max(seen) - min(seen) <= 1 for step in spread for seen in step)
     assert any(len(seen) == 2 for step in spread for seen in step)
     # Every response is whole: it ended by itself or has the full length.
     eos = load_tokenizer(folder).eos_token_id
     assert all(ids[-1] == eos or len(ids) == 8 for step in range(4) for _, ids, _ in trained(unbroken, step))
-    run(2, config(folder, tmp_path / "b", **changes, save_steps=2))
-    saved = tmp_path / "b" / "checkpoints" / "step_000002"
-    resumed = run(2, config(folder, tmp_path / "b", **changes, resume_from=saved))
     for got, expected in zip(resumed, unbroken, strict=True):
         assert got[1] == expected[1][2:]
         assert all(torch.equal(got[2][name], tensor) for name, tensor in expected[2].items())
@@ -142,6 +147,6 @@ def test_partial_rollouts_are_bounded_in_age_and_resume(folder, tmp_path):
 
 def test_a_hot_first_token_is_scored_as_it_was_sampled(folder, tmp_path):
     changes = {"first_token_temperature": 3.0, "temperature": 0.5, "max_steps": 1}
-    ((logged, steps, _),) = run(1, config(folder, tmp_path / "run", **changes))
+    (((logged, steps, _),),) = run(1, config(folder, tmp_path / "run", **changes))
     assert logged[0]["train/gap/gap_max"] < 1e-4
     assert len({ids[0] for _, ids, _ in steps[0]}) > 4

@@ -2,7 +2,9 @@
 
 import copy
 import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,18 +33,8 @@ from rft_sync import (
 )
 from rft_sync.testing import RankError, check_source, spawn_ranks
 
-
-class Net(nn.Module):
-    def __init__(self, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(5, 6)
-        self.q_proj, self.k_proj = nn.Linear(6, 6), nn.Linear(6, 3)
-        self.lm_head = nn.Linear(6, 5, bias=False)
-
-    def forward(self, ids):
-        hidden = self.embed(ids)
-        return self.lm_head(torch.tanh(self.q_proj(hidden)) + self.k_proj(hidden).sum(-1, keepdim=True))
+sys.path.insert(0, str(Path(__file__).parent))
+from small_net import Net
 
 
 def _sharded(model):

@@ -91,7 +91,10 @@ class AdvantageInputs:
         """[N] reward of each whole response."""
         if self.outcome_rewards is not None:
             return self.outcome_rewards
-        return self.rewards if self.rewards.dim() == 1 else keep_masked(self.rewards, self.mask).sum(dim=1)
+        if self.rewards.dim() == 1:
+            return self.rewards
+        # In float64 the order of the steps does not show: rounding would be a spread, and dividing by it an explosion.
+        return keep_masked(self.rewards.double(), self.mask).sum(dim=1).float()
 
 
 @dataclass(frozen=True, kw_only=True)

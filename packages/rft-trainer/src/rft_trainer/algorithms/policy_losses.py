@@ -127,8 +127,9 @@ class PolicyLoss(Registered):
         """
         resolved = self.resolve(options)
         old = inputs.log_probs.detach() if inputs.old_log_probs is None else inputs.old_log_probs.detach()
-        # hazard: a ratio that overflows fp32 has a NaN gradient even where it is clipped; e^60 is finite
-        log_ratio = keep_masked(inputs.log_probs.float() - old.float(), inputs.mask).clamp(-60, 60)
+        # hazard: a ratio that overflows fp32 has a NaN gradient even where it is clipped; e^60 is finite. One near 0 is
+        # left as it is: bounding its logarithm would shift the mean of a row.
+        log_ratio = keep_masked(inputs.log_probs.float() - old.float(), inputs.mask).clamp(max=60)
         surrogate = self.compute(
             surrogates.SurrogateInputs(
                 log_ratio=log_ratio,

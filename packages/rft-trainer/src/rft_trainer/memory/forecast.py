@@ -14,6 +14,7 @@ from rft_trainer.memory.backward import (
 )
 from rft_trainer.memory.plan import ENGINE, PHASES, Placement, PlacementPlan
 from rft_trainer.memory.shapes import ModelShapes
+from rft_trainer.strategy.deepspeed import sums_in_fp32
 from rft_trainer.strategy.residency import OPTIMIZER_SUFFIX
 
 ACTOR = "actor"
@@ -92,8 +93,10 @@ def _zero_bytes(shapes: ModelShapes, config: RFTConfig, cluster: Cluster) -> Sta
     trained, whole = shapes.trained_numel, shapes.numel
     part = -(-trained // ranks)
     weights = compute * (-(-whole // ranks) if stage == 3 else whole) + shapes.buffer_bytes
-    # Below stage 2 whole gradients are held until they are reduced.
-    gradients = compute * (trained if stage < 2 else part if stage == 3 else _partition_gradients(shapes, ranks))
+    exact = cluster.bf16 and sums_in_fp32(stage=stage, adam_offload=config.adam_offload)
+    # Below stage 2 whole gradients are held until they are reduced. Sums in fp32 beside bfloat16 are exactly a part.
+    held = trained if stage < 2 else part if stage == 3 or exact else _partition_gradients(shapes, ranks)
+    gradients = (_FP32 if exact else compute) * held
     if stage == 0:
         optimizer = _FP32 * 2 * trained + (_FP32 * trained if cluster.bf16 else 0)
     else:

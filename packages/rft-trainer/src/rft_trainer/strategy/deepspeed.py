@@ -33,13 +33,24 @@ _CALLER_ACCUMULATES = 2
 _TAG = "state"
 
 
+def sums_in_fp32(*, stage: int, adam_offload: bool) -> bool:
+    """Whether gradients of a bfloat16 run are added up in fp32 over micro-batches.
+
+    Not at stage 0: DeepSpeed refuses it ("unsupported mix", `DeepSpeedEngine._do_optimizer_sanity_check`). Nor at stage
+    1 with its optimiser on the device: the same place takes that to `BF16_Optimizer`, which holds whole fp32 gradients
+    from its start to its end, also while the engine generates, and can offload nothing.
+    """
+    return stage >= 2 or (stage == 1 and adam_offload)
+
+
 class DeepspeedBackend:
     """TrainingBackend and Residency on DeepSpeed.
 
     Args:
         device: of this rank.
         stage: of ZeRO; 0 is plain data parallelism.
-        bf16: compute in bfloat16; DeepSpeed keeps fp32 masters.
+        bf16: compute in bfloat16; DeepSpeed keeps fp32 masters. Gradients are reduced over the ranks in fp32, and added
+            up over micro-batches in fp32 where `sums_in_fp32`; stage 2 divides by the ranks in bfloat16 before that.
         adam_offload: the optimiser lives and steps on the host (stages 1 to 3).
         hpz_size: ranks of stage 3's secondary partition (ZeRO++ hpZ); 1: none.
         overlap: reduce gradients during backward; None: on a GPU.
@@ -125,7 +136,7 @@ class DeepspeedBackend:
             zero["zero_hpz_partition_size"] = self._hpz_size
         if self._adam_offload:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self._device.type == "cuda"}
-        return {
+        settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": _CALLER_ACCUMULATES,
             "zero_optimization": zero,
@@ -136,6 +147,11 @@ class DeepspeedBackend:
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 10**9,
         }
+        if self._bf16:
+            settings["communication_data_type"] = "fp32"
+            if sums_in_fp32(stage=self._stage, adam_offload=self._adam_offload):
+                settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        return settings
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, summed over ranks. Collective over the world."""
@@ -201,9 +217,10 @@ class DeepspeedBackend:
         optimizer.zero_grad(set_to_none=True)
         if self._adam_offload:
             optimizer.reset_cpu_buffers()
-        elif self._stage == 3:
+        if self._stage == 3:
             optimizer.averaged_gradients = {}
         else:
+            # With the optimiser on the host too: what is added up in fp32 lies here until it is copied there.
             for key in optimizer.averaged_gradients:
                 optimizer.averaged_gradients[key] = None
                 optimizer.all_grad_tensors[key] = None

@@ -1,6 +1,5 @@
 """PPO with a critic, end to end: the same whatever the spread, resumed bit by bit, and each model steps for itself."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +7,11 @@ import pytest
 import torch
 
 from integration.kept_metrics import KeptMetrics
+from integration.made_prompts import low_bytes, made_prompts, whole_weights
 from rft_dist.testing import run_ranks
 from rft_engines import EngineConfig
-from rft_rewards import RewardComputationEngine, RewardRecipe, RewardSample
-from rft_sync import source_for
+from rft_rewards import RewardComputationEngine, RewardRecipe
 from rft_trainer.config import RFTConfig
-from rft_trainer.data import PromptDataset, RecordFields
 from rft_trainer.errors import NumericalError
 from rft_trainer.models import Actor, load_causal_model, load_tokenizer
 from rft_trainer.roles import prepare_critic
@@ -25,10 +23,6 @@ from rft_trainer.testing import tiny_model_folder
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(tiny_model_folder(tmp_path_factory.mktemp("model") / "tiny"))
-
-
-def low_bytes(samples: Sequence[RewardSample]) -> list[float]:
-    return [sum(i < 128 for i in s.response_ids) / max(1, len(s.response_ids)) for s in samples]
 
 
 def config(folder, output, **changes):
@@ -61,19 +55,10 @@ def config(folder, output, **changes):
     return replace(base, **changes)
 
 
-def weights_of(module):
-    source = source_for(module)
-    names = [meta.name for meta in source.metadata()]
-    with source.gather(names) as tensors:
-        return {name: tensors[name].detach().clone() for name in names}
-
-
 def train(rank, world, settings, poison=None):
     """(metrics of each step, weights of actor and critic); `poison`: rank whose rewards are NaN in the second step."""
     tokenizer = load_tokenizer(settings.pretrain)
-    fields = RecordFields(reference_key=None)
-    records = [fields.record({"question": f"say {i}"}, f"made:{i}") for i in range(8)]
-    prompts = PromptDataset(records, tokenizer, max_prompt_tokens=200)
+    prompts = made_prompts(tokenizer, 8)
     with get_strategy(settings).setup_distributed() as strategy:
         strategy.on_main(lambda: settings.output_dir.mkdir(parents=True, exist_ok=True))
         actor = strategy.prepare(Actor(load_causal_model(settings.pretrain)))
@@ -103,18 +88,14 @@ def train(rank, world, settings, poison=None):
                 return metrics
 
             trainer.maker.learnable = poisoned
-        before = weights_of(actor.network)
+        before = whole_weights(actor.network)
         trainer.logger = kept = KeptMetrics()
         trainer.runtime.update_engine_weights(actor)
         while trainer.finished_steps < settings.max_steps:
             trainer.step()
             if trainer.finished_steps == settings.save_steps:
                 trainer.save()
-        return kept.steps, before, weights_of(actor.network), weights_of(critic.network)
-
-
-def run(world, settings, **options):
-    return run_ranks(train, world, settings, timeout_seconds=500, **options)
+        return kept.steps, before, whole_weights(actor.network), whole_weights(critic.network)
 
 
 def assert_same(result, reference, *, exact=False):
@@ -127,7 +108,7 @@ def assert_same(result, reference, *, exact=False):
 
 @pytest.fixture(scope="module")
 def alone(folder, tmp_path_factory):
-    return run(1, config(folder, tmp_path_factory.mktemp("alone")))[0]
+    return run_ranks(train, 1, config(folder, tmp_path_factory.mktemp("alone")), timeout_seconds=500)[0]
 
 
 def test_the_critic_learns_first_and_the_actor_waits(alone):
@@ -144,62 +125,90 @@ def test_the_critic_learns_first_and_the_actor_waits(alone):
     assert all(0.99 < m["train/gap/effective_sample_size"] <= 1.0 + 1e-6 for m in logged[1:])
 
 
-@pytest.mark.parametrize(
-    ("world", "changes"),
-    [
-        (2, {"packing": True, "micro_train_batch_size": 3}),
-        (2, {"fsdp": False, "zero_stage": 2, "padding_side": "left", "micro_train_batch_size": 1}),
-        pytest.param(4, {"fsdp": False, "zero_stage": 3}, marks=pytest.mark.slow),
-    ],
-)
-def test_the_result_is_that_of_one_process(folder, alone, tmp_path, world, changes):
-    for result in run(world, config(folder, tmp_path / "run", **changes)):
+SPREADS = {
+    "packed": {"packing": True, "micro_train_batch_size": 3},
+    "left zero2": {"fsdp": False, "zero_stage": 2, "padding_side": "left", "micro_train_batch_size": 1},
+}
+
+
+def in_turn(rank, world, plans):
+    """Several runs by the same processes: (settings, rank that is poisoned) each."""
+    return [train(rank, world, *plan) for plan in plans]
+
+
+def run_in_turn(world, plans):
+    """Results of each plan by name, and by rank."""
+    results = run_ranks(in_turn, world, [(settings, None) for settings in plans.values()], timeout_seconds=550)
+    return {name: [of_rank[number] for of_rank in results] for number, name in enumerate(plans)}
+
+
+def resume_plans(folder, place, strategy):
+    """Unbroken, with checkpoints, and from one of the warm-up, when the actor's optimiser has not begun."""
+    return {
+        "unbroken": config(folder, place / "a", **strategy),
+        "saving": config(folder, place / "b", save_steps=1, **strategy),
+        "resumed": config(folder, place / "c", resume_from=place / "b" / "checkpoints" / "step_000001", **strategy),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_processes(folder, tmp_path_factory):
+    place = tmp_path_factory.mktemp("two_processes")
+    plans = {name: config(folder, place / name, **changes) for name, changes in SPREADS.items()}
+    return run_in_turn(2, {**plans, **resume_plans(folder, place, {"fsdp": True})})
+
+
+def assert_spread_does_not_matter(results, alone):
+    for result in results:
         assert_same(result, alone)
         for got, expected in zip(result[0], alone[0], strict=True):
             numbers = [name for name in expected if name.startswith(("train/", "rollout/"))]
             assert {n: got[n] for n in numbers} == pytest.approx({n: expected[n] for n in numbers}, rel=2e-3, abs=2e-4)
 
 
-def in_turn(rank, world, plans):
-    """Several runs by the same processes."""
-    return [train(rank, world, settings) for settings in plans]
+@pytest.mark.parametrize("spread", SPREADS)
+def test_the_result_is_that_of_one_process(alone, two_processes, spread):
+    assert_spread_does_not_matter(two_processes[spread], alone)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [{"fsdp": True}, *(pytest.param({"fsdp": False, "zero_stage": s}, marks=pytest.mark.slow) for s in (2, 3))],
-    ids=lambda strategy: "fsdp2" if strategy["fsdp"] else f"zero{strategy['zero_stage']}",
-)
-def test_resume_is_bit_equal_with_critic_and_coefficient(folder, tmp_path, strategy):
-    """From a checkpoint of the warm-up too, when the actor's optimiser has not begun; saving itself changes nothing."""
-    saved = tmp_path / "b" / "checkpoints" / "step_000001"
-    plans = [
-        config(folder, tmp_path / "a", **strategy),
-        config(folder, tmp_path / "b", save_steps=1, **strategy),
-        config(folder, tmp_path / "c", resume_from=saved, **strategy),
-    ]
-    for unbroken, *others in run_ranks(in_turn, 2, plans, timeout_seconds=500):
-        for got in others:
+@pytest.mark.slow
+def test_the_result_of_four_processes_is_that_of_one(folder, alone, tmp_path):
+    settings = config(folder, tmp_path / "run", fsdp=False, zero_stage=3)
+    assert_spread_does_not_matter(run_ranks(train, 4, settings, timeout_seconds=500), alone)
+
+
+def assert_resumed(runs):
+    for saving, resumed, unbroken in zip(runs["saving"], runs["resumed"], runs["unbroken"], strict=True):
+        for got in (saving, resumed):
             assert_same(got, unbroken, exact=True)
             assert got[0][-1]["train/kl_coef"] == unbroken[0][-1]["train/kl_coef"]
             assert got[0][-1]["rollout/reward"] == unbroken[0][-1]["rollout/reward"]
 
 
-def test_a_nan_on_one_rank_skips_the_actors_step_on_all_and_the_critic_goes_on(folder, tmp_path):
-    results = run_ranks(train, 2, config(folder, tmp_path / "nan", max_steps=2), 1, timeout_seconds=500)
-    for logged, before, actor, _ in results:
+def test_resume_is_bit_equal_with_critic_and_coefficient(two_processes):
+    """Saving itself changes nothing either."""
+    assert_resumed(two_processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resume_under_zero_is_bit_equal_with_critic_and_coefficient(folder, tmp_path, stage):
+    assert_resumed(run_in_turn(2, resume_plans(folder, tmp_path, {"fsdp": False, "zero_stage": stage})))
+
+
+def nan_then_drift(rank, world, poisoned, drifting):
+    found = train(rank, world, poisoned, 1)
+    with pytest.raises(NumericalError, match="over the stop limit"):
+        train(rank, world, drifting)
+    return found
+
+
+def test_a_nan_on_one_rank_skips_the_actors_step_on_all_and_a_gap_stops_all(folder, tmp_path):
+    """A step of the actor is skipped and the critic goes on; a gap over the limit ends the run on both ranks."""
+    poisoned = config(folder, tmp_path / "nan", max_steps=2)
+    drifting = config(folder, tmp_path / "gap", gap_warn=None, gap_stop=1e-12, critic_warmup_steps=0)
+    for logged, before, actor, _ in run_ranks(nan_then_drift, 2, poisoned, drifting, timeout_seconds=500):
         # Each epoch visits the poisoned response: both steps of the actor are skipped, none of the critic's.
         assert (logged[1]["train/updates"], logged[1]["train/skipped_updates"]) == (0, 2)
         assert (logged[1]["train/critic/updates"], logged[1]["train/critic/skipped_updates"]) == (2, 0)
         assert all(torch.equal(actor[name], before[name]) for name in before)
-
-
-def drift(rank, world, settings):
-    with pytest.raises(NumericalError, match="over the stop limit"):
-        train(rank, world, settings)
-    return True
-
-
-def test_a_gap_over_the_limit_stops_all_ranks(folder, tmp_path):
-    settings = config(folder, tmp_path / "gap", gap_warn=None, gap_stop=1e-12, critic_warmup_steps=0)
-    assert run_ranks(drift, 2, settings, timeout_seconds=500) == [True, True]

@@ -12,11 +12,6 @@ from rft_trainer.testing import tiny_model_folder
 BACKENDS = ["fsdp2", "zero0", "zero1", "zero2", "zero3"]
 # the optimiser on the host, where DeepSpeed has kept the last gradient only
 OFFLOADED = ["zero1 offload", "zero2 offload", "zero3 offload"]
-ALL = [
-    *((kind, micro) for kind in BACKENDS for micro in (1, 4)),
-    ("zero2 offload", 1),
-    *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in OFFLOADED if kind != "zero2 offload"),
-]
 LEFT_BEHIND = ["zero2", "zero3", "zero1 offload", "zero3 offload"]
 ROWS, LENGTH, PROMPT = 8, 12, 4
 NAMES = ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "model.norm.weight")
@@ -92,20 +87,61 @@ def train(rank, world, folder, kind, micro, steps, max_norm, poison_step, bf16=F
     return reports, full_weights(state)
 
 
-@pytest.mark.parametrize(("kind", "micro"), ALL)
-def test_gradient_and_steps_equal_one_big_batch(folder, kind, micro):
-    norms, weights = plain(folder, optimizer(0.05), steps=2)
-    for reports, got in run_ranks(train, 2, folder, kind, micro, 2, 0.05, None, timeout_seconds=500):
+SPLITS = [(kind, micro) for kind in BACKENDS for micro in (1, 4)]
+
+
+def train_in_turn(rank, world, folder, plans):
+    """Every case by the same processes, which is most of its price."""
+    return [train(rank, world, folder, *plan) for plan in plans]
+
+
+def run_in_turn(folder, plans):
+    """Results of each plan by name, and by rank."""
+    results = run_ranks(train_in_turn, 2, folder, list(plans.values()), timeout_seconds=550)
+    return {name: [of_rank[number] for of_rank in results] for number, name in enumerate(plans)}
+
+
+@pytest.fixture(scope="module")
+def two_processes(folder):
+    """Runs by (kind, micro-batch), and by (kind, "nan") where the first step meets a number that is none."""
+    splits = {(kind, micro): (kind, micro, 2, 0.05, None) for kind, micro in [*SPLITS, ("zero2 offload", 1)]}
+    return run_in_turn(folder, {**splits, **{(kind, "nan"): (kind, 2, 2, 0.0, 0) for kind in BACKENDS}})
+
+
+@pytest.fixture(scope="module")
+def clipped(folder):
+    return plain(folder, optimizer(0.05), steps=2)
+
+
+@pytest.fixture(scope="module")
+def unclipped(folder):
+    return plain(folder, optimizer(0.0), steps=1)
+
+
+def assert_one_big_batch(results, expected):
+    norms, weights = expected
+    for reports, got in results:
         assert [r.grad_norm for r in reports] == pytest.approx(norms, rel=1e-5)
         assert not any(r.skipped for r in reports)
         for name in NAMES:
             assert torch.allclose(got[name], weights[name], atol=2e-5), name
 
 
+@pytest.mark.parametrize(("kind", "micro"), [*SPLITS, ("zero2 offload", 1)])
+def test_gradient_and_steps_equal_one_big_batch(two_processes, clipped, kind, micro):
+    assert_one_big_batch(two_processes[kind, micro], clipped)
+
+
+@pytest.mark.slow
+def test_gradient_and_steps_with_the_optimiser_on_the_host_equal_one_big_batch(folder, clipped):
+    for results in run_in_turn(folder, {kind: (kind, 1, 2, 0.05, None) for kind in OFFLOADED}).values():
+        assert_one_big_batch(results, clipped)
+
+
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_a_nan_on_one_rank_skips_the_step_on_all(folder, kind):
-    norms, weights = plain(folder, optimizer(0.0), steps=1)
-    for reports, got in run_ranks(train, 2, folder, kind, 2, 2, 0.0, 0, timeout_seconds=500):
+def test_a_nan_on_one_rank_skips_the_step_on_all(two_processes, unclipped, kind):
+    norms, weights = unclipped
+    for reports, got in two_processes[kind, "nan"]:
         assert [r.skipped for r in reports] == [True, False]
         assert reports[1].grad_norm == pytest.approx(norms[0], rel=1e-5)
         for name in NAMES:

@@ -1,16 +1,19 @@
 """An engine whose weights are older than the actor refuses to generate."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rft_dist import ParallelLayout, build_rollout_groups, distributed_session
-from rft_engines import EngineStateError, GenerationRequest, HFEngine, InvalidRequestError, SamplingParams
+from rft_engines import EngineConfig, EngineStateError, GenerationRequest, HFEngine, InvalidRequestError, SamplingParams
 from rft_sync import WeightSyncError
 from rft_trainer.config import OptimizerConfig
 from rft_trainer.errors import StaleWeightsError
 from rft_trainer.models import Actor, load_causal_model, padded_layout
 from rft_trainer.optim import AdamWConfig
 from rft_trainer.strategy import EngineRuntime, FSDPBackend
+from rft_trainer.strategy.facade import in_dtype_of_actor
 from rft_trainer.testing import tiny_model_folder
 
 REQUESTS = [GenerationRequest((5, 6, 7), seed=1)]
@@ -162,3 +165,11 @@ def test_without_sleep_nothing_sleeps(parts):
     assert not runtime.sleep(update_follows=True)
     assert runtime.generate(REQUESTS, GREEDY)[0].weights_version == 1
     runtime.close()
+
+
+def test_an_engine_of_its_own_runs_in_the_dtype_of_the_actor_unless_it_names_one():
+    vllm = EngineConfig(kind="vllm", model_path="folder")
+    assert in_dtype_of_actor(vllm, bf16=True).dtype == "bfloat16"
+    assert in_dtype_of_actor(vllm, bf16=False).dtype == "float32"
+    assert in_dtype_of_actor(replace(vllm, dtype="float16"), bf16=True).dtype == "float16"
+    assert in_dtype_of_actor(EngineConfig(), bf16=True).dtype == "auto"

@@ -168,7 +168,7 @@ class EngineBytes:
 
 def engine_bytes(base: ModelShapes, config: RFTConfig, cluster: Cluster) -> EngineBytes:
     """Of the engine that generates with the checkpoint `base`."""
-    size, split = base.checkpoint_itemsize, config.engine_tp_size
+    size, split = _engine_itemsize(base, config, cluster), config.engine_tp_size
     weights = size * -(-base.numel // split)
     # A rank has whole heads, and one at least: more ranks than heads hold some of them twice.
     per_token = size * (base.kv_numel_per_token // base.kv_heads) * -(-base.kv_heads // split)
@@ -184,6 +184,13 @@ def engine_bytes(base: ModelShapes, config: RFTConfig, cluster: Cluster) -> Engi
         # vLLM and SGLang fill their share whatever the rollout needs.
         taken = max(0, int(config.engine_mem_util * cluster.device_bytes) - weights)
     return EngineBytes(weights=weights, kv_cache=taken, kv_per_token=per_token, responses=rows)
+
+
+def _engine_itemsize(base: ModelShapes, config: RFTConfig, cluster: Cluster) -> int:
+    """Bytes of an engine's element: vLLM and SGLang are started in the dtype that the actor computes in."""
+    if config.engine_type == "hf":
+        return base.checkpoint_itemsize
+    return 2 if cluster.bf16 else _FP32
 
 
 @dataclass(frozen=True)
@@ -285,7 +292,7 @@ def forecast(config: RFTConfig, cluster: Cluster, plan: PlacementPlan, models: M
         phases[phase] = {owner: size for owner, size in row.items() if size}
     leaving = (o for o in held if any(plan.placement(o, phase) is Placement.HOST for phase in PHASES))
     on_host = sum(held[owner] for owner in leaving) + (weights if _engine_backs_up(config) else 0)
-    return Forecast(phases, _sent_bytes(config, models), on_host, rollout)
+    return Forecast(phases, _sent_bytes(config, cluster, models), on_host, rollout)
 
 
 def _keeps_bucket(config: RFTConfig) -> bool:
@@ -307,12 +314,13 @@ def _evaluates(config: RFTConfig) -> bool:
     return config.eval_dataset is not None or bool(config.eval_sets)
 
 
-def _sent_bytes(config: RFTConfig, models: Models) -> int:
+def _sent_bytes(config: RFTConfig, cluster: Cluster, models: Models) -> int:
     """Of one update."""
+    engine = _engine_itemsize(models.base, config, cluster)
     if not config.sends_adapter_only:
-        return models.base.numel * models.base.checkpoint_itemsize
+        return models.base.numel * engine
     # The embedded engine takes the factors as they are trained, the others in their own dtype.
-    size = _FP32 if config.engine_type == "hf" else models.base.checkpoint_itemsize
+    size = _FP32 if config.engine_type == "hf" else engine
     return models.trained[ACTOR].trained_numel * size
 
 

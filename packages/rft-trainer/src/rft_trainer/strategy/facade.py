@@ -153,8 +153,11 @@ class Strategy:
     # -- rollout
 
     def create_engine(self, engine: EngineConfig, **options: Any) -> EngineRuntime:
-        """Start the rollout engine. Collective over the world."""
-        seeded = replace(engine, seed=self.layout.engine_seed(self.config.seed))
+        """Start the rollout engine, vLLM and SGLang in the dtype that the actor computes in unless `engine` names one.
+
+        Collective over the world.
+        """
+        seeded = replace(in_dtype_of_actor(engine, bf16=self.bf16), seed=self.layout.engine_seed(self.config.seed))
         made = create_engine(seeded, groups=self.groups, **options)
         self._runtime = EngineRuntime(
             made,
@@ -235,6 +238,16 @@ class Strategy:
     def on_main(self, action: Callable[[], None]) -> None:
         """Run on rank 0 while the others wait; its error is raised on every rank. Collective over the world."""
         self.data.on_main(action)
+
+
+def in_dtype_of_actor(engine: EngineConfig, *, bf16: bool) -> EngineConfig:
+    """An engine of its own, and without a dtype of its own, in the dtype that the actor computes in.
+
+    Left alone vLLM runs a checkpoint of fp32 in half precision, beside an actor in fp32 too.
+    """
+    if engine.kind == "hf" or engine.dtype != "auto":
+        return engine
+    return replace(engine, dtype="bfloat16" if bf16 else "float32")
 
 
 class FSDPV2Strategy(Strategy):

@@ -16,6 +16,7 @@ ADAPTERS = {
     "vllm": [
         *sorted((SOURCES / "rft-engines/src/rft_engines/vllm").glob("*.py")),
         SOURCES / "rft-sync/src/rft_sync/receivers/vllm.py",
+        SOURCES / "rft-sync/src/rft_sync/receivers/vllm_adapter.py",
     ],
     "sglang": [
         *sorted((SOURCES / "rft-engines/src/rft_engines/sglang").glob("*.py")),

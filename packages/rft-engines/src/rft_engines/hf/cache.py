@@ -68,7 +68,7 @@ class WaveLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.wave.width
 
     def get_max_cache_shape(self) -> int:
-        """Columns allocated, as older releases of transformers ask for them; 5.5.3 cannot do without."""
+        """Columns allocated, as older releases of transformers ask for them; 5.6 cannot do without."""
         return self.wave.width
 
 

@@ -74,6 +74,8 @@ def deferred_causal_model(folder: Path, *, dtype: torch.dtype) -> Any | None:
     make: Any = AutoModelForCausalLM.from_config
     with _parameters_on_meta():
         model: Any = make(config, dtype=dtype, attn_implementation="sdpa")
+    # Older transformers (5.8) leaves the checkpoint's there.
+    model.config.dtype = dtype
     kept = [getattr(model, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")]
     if dtype is not torch.float32 and any(kept):
         return None

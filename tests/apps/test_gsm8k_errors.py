@@ -140,4 +140,4 @@ def test_an_earlier_run_is_not_overwritten_unasked(run, tmp_path):
 def test_a_dry_run_knows_the_bundled_model(app, model, monkeypatch, capsys):
     monkeypatch.setattr("gsm8k_app.inputs.smollm2_folder", lambda **options: model)
     assert app.main(["--recipe", "quickstart", "--dry_run", "--plan_ranks", "2", "--device", "cpu", "--freeze"]) == 0
-    assert "2 ranks: 2 engines of 1 ranks" in capsys.readouterr().out
+    assert "2 ranks: 2 engines of 1 rank;" in capsys.readouterr().out

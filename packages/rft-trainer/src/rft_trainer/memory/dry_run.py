@@ -12,7 +12,7 @@ from rft_trainer.config.distribution import computes_in_bf16
 from rft_trainer.errors import ConfigurationError, UnsupportedCombination
 from rft_trainer.memory.backward import update_tokens, warm_start_tokens
 from rft_trainer.memory.build import configured_forecast
-from rft_trainer.memory.forecast import GIB, WARM_START, Cluster, Forecast
+from rft_trainer.memory.forecast import GIB, WARM_START, Cluster, Forecast, evaluates
 from rft_trainer.memory.shapes import ModelShapes, model_shapes, read_config
 
 _DEFAULT_DEVICE_GIB = 80
@@ -209,7 +209,7 @@ def describe(plan: Plan) -> str:
         f"each weight sync sends {plan.forecast.sync_bytes / GIB:.2f} GiB; pinned host memory for what leaves the "
         f"device: {plan.forecast.host_bytes / GIB:.2f} GiB a rank",
         "",
-        _table(plan.forecast),
+        _table(plan),
         "",
         "with every prompt and response at its longest",
         f"largest: {plan.forecast.peak_phase}, {plan.forecast.peak / GIB:.2f} GiB; a rank has {plan.room / GIB:.2f} "
@@ -262,11 +262,13 @@ def _micro_batches(config: RFTConfig, responses: int) -> str:
     return _counted(-(-responses // config.micro_train_batch_size), "micro-batch", "micro-batches")
 
 
-def _table(made: Forecast) -> str:
-    owners = list(dict.fromkeys(owner for row in made.phases.values() for owner in row))
-    head = ["GiB a rank", *made.phases]
-    rows = [[owner, *(f"{row.get(owner, 0) / GIB:.2f}" for row in made.phases.values())] for owner in owners]
-    rows.append(["all", *(f"{made.total(phase) / GIB:.2f}" for phase in made.phases)])
+def _table(plan: Plan) -> str:
+    made = plan.forecast
+    shown = {name: row for name, row in made.phases.items() if name != "evaluate" or evaluates(plan.config)}
+    owners = list(dict.fromkeys(owner for row in shown.values() for owner in row))
+    head = ["GiB a rank", *shown]
+    rows = [[owner, *(f"{row.get(owner, 0) / GIB:.2f}" for row in shown.values())] for owner in owners]
+    rows.append(["all", *(f"{made.total(phase) / GIB:.2f}" for phase in shown)])
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     return "\n".join(
         row[0].ljust(widths[0]) + "".join("  " + cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))

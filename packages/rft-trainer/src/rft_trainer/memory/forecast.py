@@ -302,15 +302,14 @@ def _keeps_bucket(config: RFTConfig) -> bool:
 
 def _happens(phase: str, config: RFTConfig, owners: Collection[str]) -> bool:
     """Whether a run with these owners has the phase."""
-    if phase == "evaluate":
-        return _evaluates(config)
     if phase == "reference":
         # The actor itself without its adapters, where no model of its own is there.
         return config.init_kl_coef > 0
     return phase not in ("critic_values", "teacher") or phase.partition("_")[0] in owners
 
 
-def _evaluates(config: RFTConfig) -> bool:
+def evaluates(config: RFTConfig) -> bool:
+    """Whether the configuration names a set to evaluate on; a program of one's own may bring another."""
     return config.eval_dataset is not None or bool(config.eval_sets)
 
 
@@ -329,4 +328,4 @@ def _engine_backs_up(config: RFTConfig) -> bool:
     if not config.enable_engine_sleep:
         return False
     released = sleep_contract(config.engine_type).effect(SleepLevel.KEEP_WEIGHTS).weights is Fate.RELEASED
-    return released and (config.sends_adapter_only or _evaluates(config))
+    return released and (config.sends_adapter_only or evaluates(config))

@@ -1,7 +1,9 @@
-"""A model that several tests on ranks send: it runs, and q and k are a fused group."""
+"""What several tests on ranks send: a model that runs, with q and k as a fused group, and adapters on such models."""
 
 import torch
 from torch import nn
+
+from rft_sync import BroadcastConfig, BroadcastManager, RecordingReceiver, source_for
 
 
 class Net(nn.Module):
@@ -15,3 +17,28 @@ class Net(nn.Module):
     def forward(self, ids):
         hidden = self.embed(ids)
         return self.lm_head(torch.tanh(self.q_proj(hidden)) + self.k_proj(hidden).sum(-1, keepdim=True))
+
+
+def adapted(net, kept):
+    """(`net` under adapters that are not zero, `kept` trained beside them; what it sends merged as a plain model)."""
+    import peft
+
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "k_proj"], modules_to_save=[kept])
+    plain = peft.get_peft_model(net, config)
+    for name, parameter in plain.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    receiver = RecordingReceiver()
+    BroadcastManager(source_for(plain), receiver).broadcast_to_engine()
+    return plain, receiver.tensors
+
+
+def assert_sends(model, expected):
+    """Three updates in small buckets, each bit-equal to `expected`."""
+    receiver = RecordingReceiver()
+    manager = BroadcastManager(source_for(model), receiver, BroadcastConfig(bucket_bytes=100))
+    for _ in range(3):
+        manager.broadcast_to_engine()
+        assert set(receiver.tensors) == set(expected)
+        for name, value in expected.items():
+            assert torch.equal(receiver.tensors[name], value), name

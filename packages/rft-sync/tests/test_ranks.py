@@ -34,7 +34,7 @@ from rft_sync import (
 from rft_sync.testing import RankError, check_source, spawn_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
-from small_net import Net
+from small_net import Net, adapted, assert_sends
 
 
 def _sharded(model):
@@ -202,26 +202,13 @@ def test_ddp_and_fsdp2_pass_the_conformance_kit_with_one_fingerprint():
 
 
 def _lora(rank):
-    import peft
-
     torch.manual_seed(2)
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "k_proj"], modules_to_save=["lm_head"])
-    plain = peft.get_peft_model(Net(6), config)
-    for name, parameter in plain.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter)
-    expected, receiver = RecordingReceiver(), RecordingReceiver()
-    BroadcastManager(source_for(plain), expected).broadcast_to_engine()
+    plain, expected = adapted(Net(6), "lm_head")
     merged = Net()
-    merged.load_state_dict(expected.tensors)
+    merged.load_state_dict(expected)
     torch.testing.assert_close(merged(torch.arange(5)), plain(torch.arange(5)))
     for wrapped in (_sharded(copy.deepcopy(plain)), nn.parallel.DistributedDataParallel(copy.deepcopy(plain))):
-        manager = BroadcastManager(source_for(wrapped), receiver, BroadcastConfig(bucket_bytes=100))
-        for _ in range(3):
-            manager.broadcast_to_engine()
-            assert set(receiver.tensors) == set(expected.tensors)
-            for name, value in expected.tensors.items():
-                assert torch.equal(receiver.tensors[name], value), name
+        assert_sends(wrapped, expected)
 
 
 def test_merged_lora_under_fsdp2_and_ddp_is_bit_equal_to_the_plain_model():

@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from rft_sync import (
     source_for,
 )
 from rft_sync.testing import spawn_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_net import adapted, assert_sends
 
 
 class Net(nn.Module):
@@ -48,25 +52,13 @@ def _stages(rank):
 def _merged_lora(stage):
     """Merged under every stage bit-equal to the plain model, the adapters gathered with their bases."""
     import deepspeed
-    import peft
 
     torch.manual_seed(2)
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "k_proj"], modules_to_save=["norm"])
-    plain = peft.get_peft_model(Net(), config)
-    for name, parameter in plain.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter)
-    expected, receiver = RecordingReceiver(), RecordingReceiver()
-    BroadcastManager(source_for(plain), expected).broadcast_to_engine()
+    plain, expected = adapted(Net(), "norm")
     model = copy.deepcopy(plain)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_settings(stage))
-    manager = BroadcastManager(source_for(engine), receiver, BroadcastConfig(bucket_bytes=100))
-    for _ in range(3):
-        manager.broadcast_to_engine()
-        assert set(receiver.tensors) == set(expected.tensors)
-        for name, value in expected.tensors.items():
-            assert torch.equal(receiver.tensors[name], value), name
+    assert_sends(engine, expected)
 
 
 def _alone(rank):
